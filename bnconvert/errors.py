@@ -1,0 +1,19 @@
+"""The exceptions that bnconvert raises; a caller needs to catch only `BnconvertError`."""
+
+from __future__ import annotations
+
+
+class BnconvertError(Exception):
+    """Base of every refusal; the text is one line: where, what is so, and what to do."""
+
+
+class UnknownLayerError(BnconvertError):
+    """A model holds BatchNorm-like layers that bnconvert cannot convert without guessing."""
+
+
+class VerificationError(BnconvertError):
+    """A result was computed and differs from what it must equal; nothing was changed."""
+
+
+class CheckpointError(BnconvertError):
+    """A file or folder of weights is damaged, refused, of an unknown kind, or does not fit."""

@@ -1,0 +1,94 @@
+"""What commands share: where text goes, exit codes, common options.
+
+stdout carries the table or the JSON and nothing else; notes and progress go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from bnconvert.errors import BnconvertError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bnconvert.report import Report
+
+EXIT_LEFT = 3
+
+
+class UsageError(BnconvertError):
+    """The command line contradicts itself; exit code 2."""
+
+
+class Printable(Protocol):
+    """A result that prints as a table and as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types."""
+
+
+def show(result: Printable, as_json: bool) -> None:
+    """Print a result on stdout, as its table or as JSON."""
+    click.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr."""
+    click.echo(text, err=True)
+
+
+def exit_if_left(report: Report, strict: bool) -> None:
+    """End with exit code 3 when `--strict` was given and layers were left."""
+    if strict and report.left:
+        note(f"--strict: {len(report.left)} layers were left")
+        sys.exit(EXIT_LEFT)
+
+
+def describe_os_error(error: OSError) -> str:
+    """Return "path: what happened" for an error of the operating system."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the MODEL argument and `--checkpoint`."""
+    command = click.option(
+        "--checkpoint", metavar="FILE", help="Load these weights into the model."
+    )(command)
+    return click.argument("model")(command)
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, not a table.")(command)
+
+
+def output_options(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `-o/--output`, `--force` and `--dry-run`.
+
+    Args:
+        kind: What the output is, for the help text: "model folder", "ONNX file".
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        command = click.option(
+            "--dry-run", is_flag=True, help="Show what would be done; write nothing."
+        )(command)
+        command = click.option("--force", is_flag=True, help="Replace an existing output.")(command)
+        return click.option(
+            "-o", "--output", metavar="PATH", required=True, help=f"The {kind} to write."
+        )(command)
+
+    return decorate
+
+
+def strict_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--strict`."""
+    return click.option(
+        "--strict", is_flag=True, help="Exit with 3 when a BatchNorm layer is left."
+    )(command)
