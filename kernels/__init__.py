@@ -1,0 +1,1 @@
+"""Kernels of synchronised batch normalization and the operators built on them."""

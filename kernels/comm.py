@@ -1,0 +1,45 @@
+"""The two collectives of a synchronised layer: one sum over the ranks each way.
+
+A process group is named by its string in torch's registry, which operators can take as an argument
+and `torch.compile` as a constant; "" is the default group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """Return the process group registered under a name; "" is the default group."""
+    if not name:
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("the default process group has not been initialized")
+        return group
+    return distributed_c10d._resolve_process_group(name)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def group_size(name: str) -> int:
+    """Return the number of ranks in the group; 1 where torch.distributed is not initialized.
+
+    Raises:
+        RuntimeError: No group of this name exists any more.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(resolve_group(name))
+
+
+def all_reduce_(buffer: Tensor, name: str) -> None:
+    """Add the buffers of all ranks of the group, in place."""
+    group = resolve_group(name)
+    if buffer.is_cuda and dist.get_backend(group) == "gloo":
+        staged = buffer.cpu()
+        dist.all_reduce(staged, group=group)
+        buffer.copy_(staged)
+    else:
+        dist.all_reduce(buffer, group=group)
