@@ -7,12 +7,14 @@ the ones before it are undone, last first, so that a model is changed wholly or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import nn
 
 from bnconvert.errors import BnconvertError
-from bnconvert.report import Report
+
+if TYPE_CHECKING:
+    from bnconvert.report import Report
 
 Undo = Callable[[], None]
 Edit = Callable[[], Undo]

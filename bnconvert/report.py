@@ -102,7 +102,7 @@ def _grouped(layers: tuple[LayerReport, ...]) -> list[tuple[str, ...]]:
     groups: dict[LayerReport, list[str]] = {}
     for layer in layers:
         groups.setdefault(replace(layer, name=""), []).append(layer.name or "(the model)")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for key, names in groups.items():
         name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         error = "" if key.error is None else f"{key.error:.1e}"
@@ -120,7 +120,4 @@ def format_table(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        (indent + "  ".join(map(str.ljust, row, widths))).rstrip()
-        for row in rows
-    ]
+    return [(indent + "  ".join(map(str.ljust, row, widths))).rstrip() for row in rows]

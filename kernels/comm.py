@@ -19,7 +19,9 @@ def resolve_group(name: str) -> dist.ProcessGroup:
         if group is None:
             raise RuntimeError("the default process group has not been initialized")
         return group
-    return distributed_c10d._resolve_process_group(name)
+    resolve = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
+    return group
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -8,25 +8,27 @@ and none of them waits for the device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bnconvert.kernels import aten_cuda, comm, reference
 
-_library = torch.library.Library("bnconvert", "DEF")
-_library.define("local_sums(Tensor input) -> Tensor")
-_library.define("all_reduce_(Tensor(a!) buffer, str group) -> ()")
-_library.define(
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_library = torch.library.Library("bnconvert", "DEF")  # type: ignore[no-untyped-call]
+_define: Callable[[str], object] = _library.define
+_define("local_sums(Tensor input) -> Tensor")
+_define("all_reduce_(Tensor(a!) buffer, str group) -> ()")
+_define(
     "normalize_(Tensor input, Tensor? weight, Tensor? bias, Tensor sums, Tensor(a!)? running_mean, "
     "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps) "
     "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)"
 )
-_library.define(
-    "backward_sums(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd) -> Tensor"
-)
-_library.define(
+_define("backward_sums(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd) -> Tensor")
+_define(
     "backward_input(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor invstd, "
     "Tensor sums, Tensor count) -> Tensor"
 )
@@ -78,7 +80,7 @@ def synchronized_batch_norm(
             momentum,
             eps,
         )
-    result: Tensor = _Normalize.apply(input, weight, bias, output, mean, invstd, count, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _Normalize.apply(input, weight, bias, output, mean, invstd, count, group)
     return result
 
 
@@ -130,7 +132,7 @@ def dense(input: Tensor) -> Tensor:  # noqa: A002
 
 
 def laid_out_like(grad_output: Tensor, input: Tensor) -> Tensor:  # noqa: A002
-    """Return the gradient in the dtype-independent layout of the input, copied only where needed."""
+    """Return the gradient in the layout of the input, copied only where needed."""
     if grad_output.stride() == input.stride():
         return grad_output
     if _is_channels_last(input) and not input.is_contiguous():
@@ -244,5 +246,5 @@ for _name, _kernel, _fake in (
     ("backward_sums", _backward_sums, _fake_backward_sums),
     ("backward_input", _backward_input, _fake_backward_input),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"bnconvert::{_name}", _fake, lib=_library)

@@ -22,7 +22,7 @@ _ILL_CONDITIONED = 64.0
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics for inputs of this dtype: float64 for float64, else float32."""
+    """Return the dtype of statistics: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -62,7 +62,7 @@ def _mean_and_variance(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
     if exact and input.is_contiguous():
         mean, var = aten.batch_norm_update_stats(input, None, None, 0.0)
         return mean.double(), var.double()
-    shift = input[(0, slice(None), *([0] * (input.dim() - 2)))].to(statistics_dtype(input.dtype))
+    shift = input[0].reshape(input.shape[1], -1)[:, 0].to(statistics_dtype(input.dtype))
     mean, var = aten.batch_norm_update_stats(input - per_channel(shift, input), None, None, 0.0)
     return mean.double() + shift.double(), var.double()
 
@@ -157,7 +157,7 @@ def normalize(
 
 
 def _check_affine_dtype(input: Tensor, weight: Tensor) -> None:  # noqa: A002
-    """Refuse what torch's batch normalization refuses: float32 input with a weight of half width."""
+    """Refuse what torch refuses: a weight of another dtype than the input's or float32."""
     if weight.dtype not in (input.dtype, torch.float32):
         raise RuntimeError(
             f"expected weight of dtype {input.dtype} or float32 for input of dtype {input.dtype}, "
@@ -236,8 +236,6 @@ def backward_input(
     slope = -scale * sum_dy_xhat * invstd64
     source, centre = _centred(input, mean.double(), invstd64)
     offset = -scale * sum_dy - slope * centre
-    scale, slope, offset = (
-        per_channel(t.to(mean.dtype), input) for t in (scale, slope, offset)
-    )
+    scale, slope, offset = (per_channel(t.to(mean.dtype), input) for t in (scale, slope, offset))
     grad_input = torch.addcmul(offset, source, slope)
     return grad_input.addcmul_(grad_output, scale).to(input.dtype)

@@ -1,0 +1,96 @@
+"""The process group of a layer: survives `deepcopy`, is never pickled, resolved when it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bnconvert.errors import BnconvertError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class GroupRef:
+    """Refers to a process group, or to the default group of the time of use.
+
+    Attributes:
+        group: The process group; None is the default group.
+        name: Name of the group in torch's registry, which operators take; "" for the default group.
+        lost: Whether a group was set before pickling: the default group is used since.
+    """
+
+    __slots__ = ("group", "lost", "name")
+
+    def __init__(self, group: ProcessGroup | None = None, *, lost: bool = False) -> None:
+        self.group = group
+        self.name = "" if group is None else str(group.group_name)
+        self.lost = lost
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.group is not None or self.lost,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupRef) and self.group is other.group
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def describe(self) -> str:
+        """Return the group in words: "default group" or its ranks."""
+        if self.group is None:
+            return "default group (its own was lost in pickling)" if self.lost else "default group"
+        import torch.distributed as dist
+
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+        except (RuntimeError, ValueError, KeyError):
+            return f"group {self.name!r}, which exists no more"
+        return f"ranks {_ranges(ranks)}"
+
+
+def _unpickled(lost: bool) -> GroupRef:
+    return GroupRef(lost=lost)
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Return "0-7" or "0-3, 8" for sorted ranks."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def check_group(group: Any) -> None:
+    """Refuse what is not a process group of which this rank is a member.
+
+    Raises:
+        BnconvertError: It is of another type, or this rank is not in it.
+    """
+    import torch.distributed as dist
+
+    if group is None:
+        return
+    if not dist.is_available() or not dist.is_initialized():
+        raise BnconvertError(
+            "process_group: torch.distributed is not initialized; call init_process_group first"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise BnconvertError(
+            f"process_group: rank {dist.get_rank()} is not a member of it; give each rank the "
+            "group that it is in"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise BnconvertError(
+            f"process_group: expected a torch.distributed ProcessGroup, got "
+            f"{type(group).__name__}; make one with torch.distributed.new_group"
+        )
+    if dist.get_rank(group) < 0:
+        raise BnconvertError(
+            f"process_group: rank {dist.get_rank()} is not a member of it "
+            f"({GroupRef(group).describe()}); give each rank the group that it is in"
+        )

@@ -1,0 +1,149 @@
+"""BatchNorm layers that take their statistics over the batches of all ranks.
+
+`SyncBatchNorm1d/2d/3d` are subclasses of torch's layers and behave as those do in eval mode,
+without torch.distributed and with one rank, to the bit. In training they use exactly the
+statistics of the concatenated batch; see `bnconvert.kernels.ops`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bnconvert.kernels import comm
+from bnconvert.kernels.ops import synchronized_batch_norm
+from bnconvert.layers import classes, families
+from bnconvert.layers.group import GroupRef, check_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+GROUP_KEY = "_bnconvert_group"
+"""The attribute with a layer's `GroupRef`; the only thing that conversion adds to a layer."""
+
+
+class SyncMixin(nn.Module):
+    """Put in front of a BatchNorm class, makes its training statistics those of all ranks."""
+
+    prefix = "Sync"
+
+    num_features: int
+    eps: float
+    momentum: float | None
+    track_running_stats: bool
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    weight: Any
+    bias: Any
+    _bnconvert_group: GroupRef
+
+    def __init__(
+        self, *args: Any, process_group: ProcessGroup | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_group = process_group
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The group over which statistics are taken; None is the default group."""
+        return self._bnconvert_group.group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        check_group(group)
+        self._bnconvert_group = GroupRef(group)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Normalize; in training, over the values of all ranks of the group.
+
+        Args:
+            input: As for the stock layer, (N, C, *); a rank may have N = 0 when others have values.
+
+        Returns:
+            The normalized input, of the same shape and dtype.
+        """
+        if not self.training or comm.group_size(self._bnconvert_group.name) == 1:
+            output: Tensor = super().forward(input)
+            return output
+        self._check_input_dim(input)  # type: ignore[operator]
+        self._check_channels(input)
+        tracked = self.track_running_stats and not _is_recomputation()
+        return self.finish(
+            synchronized_batch_norm(
+                input,
+                self.weight,
+                self.bias,
+                self.running_mean if tracked else None,
+                self.running_var if tracked else None,
+                self.num_batches_tracked if tracked else None,
+                self.momentum,
+                self.eps,
+                self._bnconvert_group.name,
+            )
+        )
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Apply what the layer does after normalization; nothing in the stock layers."""
+        return output
+
+    def _check_channels(self, input: Tensor) -> None:  # noqa: A002
+        for tensor in (self.weight, self.running_mean):
+            if tensor is not None and tensor.shape[0] != input.shape[1]:
+                raise ValueError(
+                    f"expected {tensor.shape[0]} channels in dimension 1, got input of shape "
+                    f"{tuple(input.shape)}"
+                )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(max(int(protocol), 2))
+        derived = classes.origin_of(type(self))
+        if derived is None or vars(sys.modules[type(self).__module__]).get(type(self).__name__):
+            return reduced
+        # A derived class cannot be imported: pickle what it is derived from.
+        return (_new_derived, derived, *reduced[2:])
+
+
+def _new_derived(mixin: type, origin: type[nn.Module]) -> nn.Module:
+    cls = classes.derive(mixin, origin)
+    return cls.__new__(cls)
+
+
+def _is_recomputation() -> bool:
+    """Whether this forward runs inside a backward, as activation checkpointing repeats it."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+class SyncBatchNorm1d(SyncMixin, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` over the batches of all ranks; input (N, C) or (N, C, L).
+
+    Takes the arguments of `nn.BatchNorm1d` and `process_group`, None for the default group.
+    """
+
+
+class SyncBatchNorm2d(SyncMixin, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` over the batches of all ranks; input (N, C, H, W).
+
+    Takes the arguments of `nn.BatchNorm2d` and `process_group`, None for the default group.
+    """
+
+
+class SyncBatchNorm3d(SyncMixin, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` over the batches of all ranks; input (N, C, D, H, W).
+
+    Takes the arguments of `nn.BatchNorm3d` and `process_group`, None for the default group.
+    """
+
+
+families.SYNC_MIXINS[nn.BatchNorm2d.forward] = SyncMixin
+for _origin, _cls in (
+    (nn.BatchNorm1d, SyncBatchNorm1d),
+    (nn.BatchNorm2d, SyncBatchNorm2d),
+    (nn.BatchNorm3d, SyncBatchNorm3d),
+):
+    classes.register(SyncMixin, _origin, _cls)

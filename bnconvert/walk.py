@@ -1,0 +1,126 @@
+"""Visiting every module of a model once, with all the qualified names it goes by.
+
+torch's `named_modules` gives a shared module one of its names; passes need all of them, in a time
+that grows with the number of modules and not with the number of paths to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from bnconvert.errors import BnconvertError
+from bnconvert.layers.kinds import Kind, kind_of
+from bnconvert.report import LayerReport, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_NAMES = 64
+"""Names listed for one module; diamonds of shared modules can give it exponentially many."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A BatchNorm-like module and where it stands.
+
+    Attributes:
+        module: The module.
+        kind: What sort of BatchNorm it is.
+        names: Its qualified names, in the order of the model; the first is torch's.
+    """
+
+    module: nn.Module
+    kind: Kind
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    def entries(self, outcome: Outcome, *, now: str = "", reason: str = "") -> list[LayerReport]:
+        """Return the report's entry for the layer, and one more for each further name it has."""
+        kind = type(self.module).__name__
+        shared = f"the same layer as {self.name or 'the model'}"
+        return [
+            LayerReport(self.name, kind, outcome, now, reason),
+            *(LayerReport(name, kind, Outcome.SHARED, shared) for name in self.names[1:]),
+        ]
+
+
+class Tree:
+    """The modules of a model, each once, and the edges between them.
+
+    Attributes:
+        modules: In the order of `nn.Module.modules`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise BnconvertError(_not_a_module(model))
+        self.modules: list[nn.Module] = [model]
+        self._model = model
+        self._parents: dict[int, list[tuple[nn.Module, str]]] = {id(model): []}
+        stack: list[Iterator[tuple[nn.Module, str, nn.Module | None]]] = [_edges(model)]
+        while stack:
+            for parent, name, child in stack[-1]:
+                if child is None:
+                    continue
+                if id(child) in self._parents:
+                    self._parents[id(child)].append((parent, name))
+                    continue
+                self._parents[id(child)] = [(parent, name)]
+                self.modules.append(child)
+                stack.append(_edges(child))
+                break
+            else:
+                stack.pop()
+
+    def names(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the qualified names of a module of the tree, "" for the model itself."""
+        return tuple(self._names(module, set()))
+
+    def _names(self, module: nn.Module, on_path: set[int]) -> list[str]:
+        if id(module) in on_path:  # a cycle: the module contains itself
+            return []
+        on_path = {*on_path, id(module)}
+        found = [""] if module is self._model else []
+        for parent, name in self._parents[id(module)]:
+            for prefix in self._names(parent, on_path):
+                if len(found) == MAX_NAMES:
+                    return found
+                found.append(f"{prefix}.{name}" if prefix else name)
+        return found
+
+
+def _edges(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:
+    return ((module, name, child) for name, child in list(module._modules.items()))
+
+
+def _not_a_module(model: object) -> str:
+    name = type(model).__name__
+    if name == "ExportedProgram":
+        return (
+            "model: a torch.export.ExportedProgram is a graph without layers; give the module that "
+            "it was exported from"
+        )
+    return f"model: expected a torch.nn.Module, got {name}"
+
+
+def find_norms(model: nn.Module) -> list[Norm]:
+    """Return every BatchNorm-like module of a model, in the order of the model.
+
+    Calls of `F.batch_norm` inside a module's `forward` are not modules and are out of sight.
+
+    Raises:
+        BnconvertError: The model is not a module.
+    """
+    tree = Tree(model)
+    return [
+        Norm(module, kind, tree.names(module))
+        for module in tree.modules
+        if (kind := kind_of(module)) is not None
+    ]
