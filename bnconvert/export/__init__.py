@@ -1,0 +1,6 @@
+"""Export to ONNX: folded, verified in onnxruntime, one file."""
+
+from bnconvert.export.exporter import export_onnx
+from bnconvert.export.report import Check, ExportReport
+
+__all__ = ["Check", "ExportReport", "export_onnx"]

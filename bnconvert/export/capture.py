@@ -1,0 +1,83 @@
+"""Capture a prepared model as a `torch.export` program with the dynamic dimensions asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+
+from bnconvert.errors import BnconvertError
+from bnconvert.runners import first_line
+
+if TYPE_CHECKING:
+    from bnconvert.arguments import Arguments
+
+_TRAINING_ARGUMENT = 5  # of aten::batch_norm(input, weight, bias, mean, var, training, ...)
+
+
+def capture(
+    model: nn.Module, arguments: Arguments, *, dynamic_batch: bool, dynamic_size: bool
+) -> ExportedProgram:
+    """Return the program of a model in eval mode.
+
+    Args:
+        model: The prepared copy.
+        arguments: Example arguments; with `dynamic_batch` at least two rows, because torch takes
+            a size of one for a constant.
+        dynamic_batch: Leave the first dimension of every batch tensor open.
+        dynamic_size: Leave height and width of every four-dimensional tensor open.
+
+    Raises:
+        BnconvertError: The capture fails, or a BatchNorm normalises with the batch's statistics.
+    """
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]  # of torch
+    batch = arguments.batch
+    for tensor in arguments.tensors:
+        dims = {}
+        if dynamic_batch and tensor.ndim and tensor.shape[0] == batch:
+            dims[0] = Dim.DYNAMIC
+        if dynamic_size and tensor.ndim == 4:
+            dims |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+        if dims:
+            shapes[tensor] = dims
+    try:
+        with torch.no_grad():
+            spec = shapes.dynamic_shapes(  # type: ignore[no-untyped-call]  # of torch
+                model, arguments.args, arguments.kwargs
+            )
+            program = torch.export.export(
+                model, arguments.args, arguments.kwargs, dynamic_shapes=spec, strict=False
+            )
+    except Exception as error:
+        raise BnconvertError(_why(error, dynamic_batch, dynamic_size)) from error
+    _refuse_batch_statistics(program)
+    return program
+
+
+def _why(error: Exception, dynamic_batch: bool, dynamic_size: bool) -> str:
+    text = first_line(error)
+    if "onstraint" in str(error) and (dynamic_batch or dynamic_size):
+        option = "dynamic_size" if dynamic_size else "dynamic_batch"
+        return f"capture: the model fixes a dimension ({text}); export with {option}=False"
+    return f"capture: torch.export fails: {text}; check that the model runs on the example inputs"
+
+
+def layer_of(node: torch.fx.Node) -> str:
+    """Return the qualified name of the module in whose forward a node was made."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((name for name, _ in reversed(stack.values())), "")
+
+
+def _refuse_batch_statistics(program: ExportedProgram) -> None:
+    names = [
+        layer_of(node) or node.name
+        for node in program.graph.nodes
+        if node.target is torch.ops.aten.batch_norm.default and node.args[_TRAINING_ARGUMENT]
+    ]
+    if names:
+        raise BnconvertError(
+            f"{', '.join(dict.fromkeys(names))}: normalises with the statistics of each batch, "
+            "even in eval mode; give it running statistics (track_running_stats=True) first"
+        )

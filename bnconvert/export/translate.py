@@ -1,0 +1,197 @@
+"""Translate a captured program to an ONNX graph, and clean it.
+
+torch's translation is taken unoptimised. Its own optimiser would fuse BatchNormalization in
+float32 and without a report; here the same public rewrite rules run without those.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import itertools
+import re
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+from onnxscript import optimizer
+from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter.rules import common as rules
+
+from bnconvert import __version__
+from bnconvert.errors import BnconvertError
+from bnconvert.export.capture import layer_of
+from bnconvert.runners import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.export import ExportedProgram
+
+TRANSLATED_OPSETS = range(18, 24)
+"""Opsets that torch translates to directly."""
+
+_RULES = (
+    "add_0_rule",
+    "sub_0_rule",
+    "mul_by_1_rule",
+    "div_by_1_rule",
+    "dropout_inference_rule",
+    "dropout_zero_rule",
+    "one_reshape_matmul_reshape_rule",
+    "two_reshapes_matmul_reshape_rule",
+    "cast_constant_of_shape_rule",
+    "cast_constant_of_shape_without_value_rule",
+    "collapse_slice_rule",
+    "collapse_slice2_rule",
+    "materialize_reshape_shape_rule",
+    "min_min_rule",
+    "max_max_rule",
+    "min_max_rule",
+    "max_min_rule",
+    "successive_clip_relu_rule",
+    "successive_clip_rule",
+    "successive_relu_clip_rule",
+    "successive_relu_rule",
+    "cast_cast_rule",
+    "no_op_cast_rule",
+    "no_op_expand_rule",
+    "no_op_transpose_rule",
+    "reshape_reshape_rule",
+    "slice_split_rule",
+    "squeeze_reshape_1d_rule",
+    "transpose_transpose_rule",
+    "unsqueeze_unsqueeze_rule",
+    "no_op_dynamic_scatter_nd_rule",
+    "no_op_static_scatter_nd_rule",
+    "fuse_pad_into_conv_rule",
+    "normalize_pad_format_conv_rule",
+)
+
+_AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}
+_GENERATED = re.compile(r"[^.]*_\d+")  # names that torch counts up, not names of weights
+_UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_WORD = re.compile(r"\w+")
+_SCOPES = "pkg.torch.onnx.name_scopes"  # torch writes each node's module path there
+
+
+def translate(program: ExportedProgram, opset: int, outputs: Sequence[str]) -> ir.Model:
+    """Return the clean ONNX graph of a program.
+
+    Args:
+        program: What `torch.export` captured, in eval mode.
+        opset: One of `TRANSLATED_OPSETS`.
+        outputs: Names to give the outputs.
+
+    Raises:
+        BnconvertError: An operation has no translation; the text names it.
+    """
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress
+            onnx_program = torch.onnx.export(
+                program, (), dynamo=True, optimize=False, opset_version=opset, verbose=False
+            )
+    except Exception as error:
+        raise BnconvertError(_why(error, program)) from error
+    if onnx_program is None:
+        raise BnconvertError("export: torch gave no ONNX program; update torch")
+    model = onnx_program.model
+    _clean(model)
+    _rename(model, outputs)
+    common.ClearMetadataAndDocStringPass()(model)
+    return model
+
+
+def _why(error: BaseException, program: ExportedProgram) -> str:
+    """Return what the innermost error says, and for an unknown operation where it comes from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    unknown = _UNTRANSLATED.search(str(error))
+    if not unknown:
+        return f"export: torch's translation fails: {first_line(error)}"
+    op = unknown[1]
+    for node in program.run_decompositions().graph.nodes:
+        if str(node.target).startswith(op):
+            places = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+            where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+            return f"{layer_of(node) or 'model'}: {op} has no translation to ONNX{where}"
+    return f"export: {op} has no translation to ONNX"
+
+
+def _clean(model: ir.Model) -> None:
+    common.InlinePass()(model)
+    rewrite = RewriteRuleSet(list(_rules()))
+    for _ in range(2):  # a rewrite exposes constants, and folding those exposes rewrites
+        optimizer.fold_constants_ir(model, onnx_shape_inference=True)
+        rewrite.apply_to_model(model)
+        common.RemoveUnusedNodesPass()(model)
+    for step in (
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.IdentityEliminationPass(),
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]  # of onnx_ir
+        common.RemoveUnusedOpsetsPass(),
+        common.OutputFixPass(),
+    ):
+        step(model)
+
+
+def _rules() -> Iterator[RewriteRule]:
+    for name in _RULES:
+        found = getattr(rules, name)
+        yield from found if isinstance(found, (list, tuple)) else (found,)
+
+
+def _rename(model: ir.Model, outputs: Sequence[str]) -> None:
+    """Give nodes the name of their layer, and values and sizes names that do not vary."""
+    graph = model.graph
+    taken = {value.name or "" for value in graph.inputs} | set(outputs)
+    for output, name in zip(graph.outputs, outputs, strict=True):
+        output.name = name
+    for node in graph.all_nodes():
+        node.name = _first_free(f"{_scope(node)}/{node.op_type}".lstrip("/"), taken)
+        for index, value in enumerate(node.outputs):
+            if not value.is_graph_output():
+                value.name = _first_free(f"{node.name}_output_{index}", taken)
+        for index, source in enumerate(node.inputs):
+            if source is not None and _is_generated_constant(source):
+                source.name = _first_free(f"{node.name}_input_{index}", taken)
+    _rename_sizes(graph)
+    graph.name = "main"
+    model.producer_name, model.producer_version = "bnconvert", __version__
+
+
+def _is_generated_constant(value: ir.Value) -> bool:
+    return value.is_initializer() and bool(_GENERATED.fullmatch(value.name or ""))
+
+
+def _rename_sizes(graph: ir.Graph) -> None:
+    """Call the open dimensions batch, height and width, also inside expressions of them."""
+    names: dict[str, str] = {}
+    for value in graph.inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                names.setdefault(size.value, _AXIS_NAMES.get(axis, f"dim_{axis}"))
+    values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+    for value in values:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                renamed = _WORD.sub(lambda m: names.get(m[0], m[0]), size.value)
+                value.shape[axis] = ir.SymbolicDim(renamed)  # type: ignore[index]
+
+
+def _scope(node: ir.Node) -> str:
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['', '']"))
+    return str(scopes[-2]) if len(scopes) > 1 else ""
+
+
+def _first_free(name: str, taken: set[str]) -> str:
+    choices = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+    free = next(choice for choice in choices if choice not in taken)
+    taken.add(free)
+    return free

@@ -1,0 +1,164 @@
+"""Run a torch model or an ONNX file on the same arguments, and measure how outputs differ."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from bnconvert.arguments import Arguments, output_names, output_tensors
+from bnconvert.errors import BnconvertError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+
+class RuntimeLevel(str, enum.Enum):
+    """How far onnxruntime may rewrite a graph before it runs."""
+
+    DISABLE_ALL = "ORT_DISABLE_ALL"
+    ENABLE_ALL = "ORT_ENABLE_ALL"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Runner(Protocol):
+    """Something that turns arguments into named outputs."""
+
+    name: str
+
+    def run(self, arguments: Arguments) -> dict[str, torch.Tensor]:
+        """Return the outputs by name, in order."""
+
+
+class TorchRunner:
+    """Runs a torch module in eval mode, as it is; the caller has set its mode."""
+
+    def __init__(self, model: nn.Module, name: str = "") -> None:
+        self.name = name or type(model).__name__
+        self._model = model
+
+    def run(self, arguments: Arguments) -> dict[str, torch.Tensor]:
+        """Return the outputs by name, detached."""
+        with torch.no_grad():
+            output = self._model(*arguments.args, **arguments.kwargs)
+        tensors = [tensor.detach().cpu() for tensor in output_tensors(output)]
+        return dict(zip(output_names(output), tensors, strict=True))
+
+
+class OnnxRunner:
+    """Runs an ONNX file in onnxruntime on the CPU.
+
+    Args:
+        model: A path, or the bytes of a model without external data.
+        level: How far onnxruntime may rewrite the graph.
+        name: Shown in tables; the file's name if empty.
+
+    Raises:
+        BnconvertError: onnxruntime does not load the model.
+    """
+
+    def __init__(
+        self,
+        model: Path | bytes,
+        level: RuntimeLevel = RuntimeLevel.ENABLE_ALL,
+        name: str = "",
+    ) -> None:
+        self.name = name or (model.name if isinstance(model, Path) else "ONNX model")
+        self._session = _open_session(model, level, self.name)
+
+    @property
+    def inputs(self) -> list[onnxruntime.NodeArg]:
+        """Name, shape and type of each input."""
+        return list(self._session.get_inputs())
+
+    def run(self, arguments: Arguments) -> dict[str, torch.Tensor]:
+        """Return the outputs by name.
+
+        Raises:
+            BnconvertError: The arguments do not fit the file's inputs, or running fails.
+        """
+        tensors = arguments.tensors
+        by_name = {k: v for k, v in arguments.kwargs.items() if isinstance(v, torch.Tensor)}
+        if set(by_name) != {entry.name for entry in self.inputs}:
+            if len(tensors) != len(self.inputs):
+                wanted = ", ".join(entry.name for entry in self.inputs)
+                raise BnconvertError(
+                    f"{self.name}: takes {len(self.inputs)} inputs ({wanted}) but {len(tensors)} "
+                    "tensors were given; pass one tensor for each"
+                )
+            by_name = {e.name: t for e, t in zip(self.inputs, tensors, strict=True)}
+        feed = {name: tensor.numpy() for name, tensor in by_name.items()}
+        try:
+            values = self._session.run(None, feed)
+        except Exception as error:  # onnxruntime has no public base class of its errors
+            raise BnconvertError(f"{self.name}: onnxruntime fails: {first_line(error)}") from error
+        names = [entry.name for entry in self._session.get_outputs()]
+        return {n: torch.from_numpy(np.asarray(v)) for n, v in zip(names, values, strict=True)}
+
+
+def _open_session(
+    model: Path | bytes, level: RuntimeLevel, name: str
+) -> onnxruntime.InferenceSession:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level.value)
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # its warnings are about rewrites of the graph, not results
+    source = str(model) if isinstance(model, Path) else model
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has no public base class of its errors
+        raise BnconvertError(
+            f"{name}: onnxruntime does not load it: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that says something, for a one-line message."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)
+
+
+def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return max|value - reference| / max|reference|, computed in float64.
+
+    Equal infinities and NaN in the same places count as equal. Tensors of other shapes, and
+    infinities or NaN in one of both only, are infinitely different. Where the reference is zero
+    throughout, the result is max|value|.
+    """
+    if value.shape != reference.shape:
+        return float("inf")
+    if not reference.numel():
+        return 0.0
+    a, b = value.to(torch.float64), reference.to(torch.float64)
+    same = (a == b) | (a.isnan() & b.isnan())
+    finite = a.isfinite() & b.isfinite()
+    if not bool((same | finite).all()):
+        return float("inf")
+    difference = torch.where(same, 0.0, (a - b).abs()).max().item()
+    scale = torch.where(b.isfinite(), b.abs(), 0.0).max().item()
+    return float(difference / scale) if scale else float(difference)
+
+
+def largest_difference(
+    values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
+) -> float:
+    """Return the largest relative difference of outputs that are paired by position.
+
+    Raises:
+        BnconvertError: The numbers of outputs differ.
+    """
+    if len(values) != len(reference):
+        raise BnconvertError(
+            f"outputs: one model gives {len(values)} ({', '.join(values)}), the other "
+            f"{len(reference)} ({', '.join(reference)}); compare models with the same outputs"
+        )
+    pairs = zip(values.values(), reference.values(), strict=True)
+    return max((relative_difference(a, b) for a, b in pairs), default=0.0)
