@@ -87,12 +87,17 @@ def plan_revert_sync_batchnorm(
 
 
 def _why_left(norm: Norm) -> str:
-    if norm.kind is Kind.SYNC:
+    if norm.kind is Kind.SYNC or _is_frozen_sync(norm):
         return ""
     if norm.kind is Kind.FOREIGN_SYNC:
         known = foreign.describe(norm.module)
         return foreign.blocker(norm.module, known) if known else ""
     return f"it is not synchronised ({norm.kind.value})"
+
+
+def _is_frozen_sync(norm: Norm) -> bool:
+    """Whether a frozen layer would be synchronised again when it is unfrozen."""
+    return norm.kind is Kind.FROZEN and GROUP_KEY in norm.module.__dict__
 
 
 def _refuse_unknown(chosen: list[Norm]) -> None:
@@ -161,6 +166,8 @@ def _plain(norm: Norm, dims: dict[int, int]) -> tuple[type[nn.Module], tuple[str
         derived = classes.origin_of(classes.bottom(cls))
         assert derived is not None  # noqa: S101 (_refuse_unknown)
         return classes.rebase(cls, derived[1]), (GROUP_KEY,)
+    if norm.kind is Kind.FROZEN:
+        return cls, (GROUP_KEY,)
     known: ForeignSync | None = foreign.describe(norm.module)
     assert known is not None  # noqa: S101 (its kind says so)
     target = foreign.plain_class(norm.module, known, dims[id(norm.module)])

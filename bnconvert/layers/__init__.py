@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bnconvert.layers.frozen import FrozenBatchNorm1d, FrozenBatchNorm2d, FrozenBatchNorm3d
 from bnconvert.layers.kinds import Kind, kind_of
 from bnconvert.layers.sync import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "FrozenBatchNorm1d",
+    "FrozenBatchNorm2d",
+    "FrozenBatchNorm3d",
     "Kind",
     "SyncBatchNorm1d",
     "SyncBatchNorm2d",

@@ -57,6 +57,24 @@ def origin_of(cls: type) -> tuple[type, type[nn.Module]] | None:
     return _ORIGINS.get(cls)
 
 
+def reduce_derived(module: nn.Module, reduced: Any) -> Any:
+    """Return what pickles a layer, given what its base class returns for it.
+
+    A derived class without a name in its module cannot be imported: what it is derived from is
+    pickled instead.
+    """
+    cls = type(module)
+    derived = origin_of(cls)
+    if derived is None or vars(sys.modules[cls.__module__]).get(cls.__name__):
+        return reduced
+    return (_new_derived, derived, *reduced[2:])
+
+
+def _new_derived(mixin: type, origin: type[nn.Module]) -> nn.Module:
+    cls = derive(mixin, origin)
+    return cls.__new__(cls)
+
+
 def is_generated(cls: type) -> bool:
     """Whether a class was put on top of a layer's class at run time and cannot be imported.
 

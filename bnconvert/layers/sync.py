@@ -7,7 +7,6 @@ statistics of the concatenated batch; see `bnconvert.kernels.ops`.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,17 +98,7 @@ class SyncMixin(nn.Module):
                 )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(max(int(protocol), 2))
-        derived = classes.origin_of(type(self))
-        if derived is None or vars(sys.modules[type(self).__module__]).get(type(self).__name__):
-            return reduced
-        # A derived class cannot be imported: pickle what it is derived from.
-        return (_new_derived, derived, *reduced[2:])
-
-
-def _new_derived(mixin: type, origin: type[nn.Module]) -> nn.Module:
-    cls = classes.derive(mixin, origin)
-    return cls.__new__(cls)
+        return classes.reduce_derived(self, super().__reduce_ex__(max(int(protocol), 2)))
 
 
 def _is_recomputation() -> bool:

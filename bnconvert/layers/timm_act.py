@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from timm.layers.norm_act import BatchNormAct2d
+from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
+from torch import nn
 
 from bnconvert.layers import classes, families
+from bnconvert.layers.frozen import FrozenMixin
 from bnconvert.layers.sync import SyncMixin
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
-class SyncActMixin(SyncMixin):
-    """Put in front of `BatchNormAct2d`: synchronised statistics, then what the layer does after."""
+class _ActMixin(nn.Module):
+    """What a `BatchNormAct2d` does beside normalization."""
 
     act: nn.Module
     drop: nn.Module
@@ -29,6 +31,14 @@ class SyncActMixin(SyncMixin):
             raise ValueError(f"expected 4D input (got {input.dim()}D input)")
 
 
+class SyncActMixin(_ActMixin, SyncMixin):
+    """Put in front of `BatchNormAct2d`: synchronised statistics, then what the layer does after."""
+
+
+class FrozenActMixin(_ActMixin, FrozenMixin):
+    """Put in front of `BatchNormAct2d`: stored statistics, then what the layer does after."""
+
+
 class SyncBatchNormAct2d(SyncActMixin, BatchNormAct2d):  # type: ignore[misc]
     """timm's `BatchNormAct2d` over the batches of all ranks; input (N, C, H, W).
 
@@ -37,5 +47,12 @@ class SyncBatchNormAct2d(SyncActMixin, BatchNormAct2d):  # type: ignore[misc]
     """
 
 
+class FrozenBatchNormAct2d(FrozenActMixin, BatchNormAct2d):  # type: ignore[misc]
+    """timm's `BatchNormAct2d` with frozen statistics, weight and bias; input (N, C, H, W)."""
+
+
 families.SYNC_MIXINS[BatchNormAct2d.forward] = SyncActMixin
+families.FROZEN_MIXINS[BatchNormAct2d.forward] = FrozenActMixin
+families.FROZEN_MIXINS[SyncBatchNormAct.forward] = FrozenActMixin
+classes.register(FrozenActMixin, BatchNormAct2d, FrozenBatchNormAct2d)
 classes.register(SyncActMixin, BatchNormAct2d, SyncBatchNormAct2d)

@@ -1,0 +1,129 @@
+"""BatchNorm layers that normalize with their stored statistics in training, too.
+
+A frozen layer gives the same output in train mode as in eval mode and never changes its
+statistics, whatever `model.train()`, an optimizer or DistributedDataParallel do around it. Freezing
+only the weight and bias needs no class of its own: they do not require gradients, and the layer
+remembers whether they did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bnconvert.layers import classes, families
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FROZEN_KEY = "_bnconvert_frozen"
+"""Where a frozen layer keeps its `FrozenState`."""
+
+AFFINE = ("weight", "bias")
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    """What is frozen about a layer, and what to restore.
+
+    Attributes:
+        stats: Whether its statistics are frozen.
+        requires_grad: The flags of weight and bias from before; None when they are not frozen.
+    """
+
+    stats: bool
+    requires_grad: Mapping[str, bool] | None
+
+
+def frozen_state(module: nn.Module) -> FrozenState | None:
+    """Return what is frozen about a layer by bnconvert, or None."""
+    state: FrozenState | None = module.__dict__.get(FROZEN_KEY)
+    return state
+
+
+def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weight and bias that a layer has, also where a parametrization holds them."""
+    found = {name: module._parameters.get(name) for name in AFFINE}
+    parametrized = module._modules.get("parametrizations")
+    if isinstance(parametrized, nn.ModuleDict):
+        for name in AFFINE:
+            if name in parametrized:
+                found.update(
+                    (f"parametrizations.{name}.{key}", parameter)
+                    for key, parameter in parametrized[name].named_parameters()
+                )
+    return {name: parameter for name, parameter in found.items() if parameter is not None}
+
+
+class FrozenMixin(nn.Module):
+    """Put in front of a BatchNorm class, makes it normalize with its stored statistics only."""
+
+    prefix = "Frozen"
+
+    eps: float
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Any
+    bias: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.running_mean is None:
+            raise ValueError("track_running_stats=False: a frozen layer needs running statistics")
+        affine = affine_parameters(self)
+        self.__dict__[FROZEN_KEY] = FrozenState(True, dict.fromkeys(affine, True))
+        for parameter in affine.values():
+            parameter.requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+        """Normalize with the running statistics, in train and in eval mode.
+
+        Args:
+            input: As for the stock layer, (N, C, *).
+
+        Returns:
+            The normalized input, of the same shape and dtype.
+        """
+        self._check_input_dim(input)  # type: ignore[operator]
+        output = F.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            training=False,
+            eps=self.eps,
+        )
+        return self.finish(output)
+
+    def finish(self, output: Tensor) -> Tensor:
+        """Apply what the layer does after normalization; nothing in the stock layers."""
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return classes.reduce_derived(self, super().__reduce_ex__(max(int(protocol), 2)))
+
+
+class FrozenBatchNorm1d(FrozenMixin, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` with frozen statistics, weight and bias; input (N, C) or (N, C, L)."""
+
+
+class FrozenBatchNorm2d(FrozenMixin, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` with frozen statistics, weight and bias; input (N, C, H, W)."""
+
+
+class FrozenBatchNorm3d(FrozenMixin, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` with frozen statistics, weight and bias; input (N, C, D, H, W)."""
+
+
+families.FROZEN_MIXINS[nn.BatchNorm2d.forward] = FrozenMixin
+families.FROZEN_MIXINS[nn.SyncBatchNorm.forward] = FrozenMixin
+for _origin, _cls in (
+    (nn.BatchNorm1d, FrozenBatchNorm1d),
+    (nn.BatchNorm2d, FrozenBatchNorm2d),
+    (nn.BatchNorm3d, FrozenBatchNorm3d),
+):
+    classes.register(FrozenMixin, _origin, _cls)
