@@ -15,16 +15,15 @@ from torch.distributed import distributed_c10d
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group registered under a name; "" is the default group."""
     if not name:
-        group = dist.group.WORLD
-        if group is None:
+        world = dist.group.WORLD
+        if world is None:
             raise RuntimeError("the default process group has not been initialized")
-        return group
+        return world
     resolve = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    found: dist.ProcessGroup = resolve(name)
+    return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def group_size(name: str) -> int:
     """Return the number of ranks in the group; 1 where torch.distributed is not initialized.
 
@@ -34,6 +33,11 @@ def group_size(name: str) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(resolve_group(name))
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, which
+# takes as long as torch itself.
+group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def all_reduce_(buffer: Tensor, name: str) -> None:

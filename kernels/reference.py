@@ -55,16 +55,48 @@ def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
 def _mean_and_variance(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
     """Return the float64 mean and biased variance of each channel.
 
-    ATen's statistics are exact enough only for contiguous float32 and float64 with the channel
-    planes in one piece; elsewhere the first value of each channel is subtracted before, in float32.
+    ATen sums contiguous float32 and float64 planes in float64. Elsewhere it sums in the dtype of
+    the input, one value after another, so the first value of each channel is subtracted before, in
+    float32, and channels that lie side by side are summed in short pieces.
     """
-    exact = input.dtype in (torch.float32, torch.float64) and input.dim() > 2
-    if exact and input.is_contiguous():
+    dtype = statistics_dtype(input.dtype)
+    planes = input.dim() > 2 and input.is_contiguous()
+    if planes and input.dtype == dtype:
         mean, var = aten.batch_norm_update_stats(input, None, None, 0.0)
         return mean.double(), var.double()
-    shift = input[0].reshape(input.shape[1], -1)[:, 0].to(statistics_dtype(input.dtype))
-    mean, var = aten.batch_norm_update_stats(input - per_channel(shift, input), None, None, 0.0)
-    return mean.double() + shift.double(), var.double()
+    shift = input.detach()[0].reshape(input.shape[1], -1)[:, 0].to(dtype)
+    if planes:
+        mean, var = aten.batch_norm_update_stats(input - per_channel(shift, input), None, None, 0.0)
+        return mean.double() + shift.double(), var.double()
+    mean, var = _statistics_of_rows(input.movedim(1, -1).reshape(-1, input.shape[1]) - shift)
+    return mean + shift.double(), var
+
+
+_PIECE = 128
+"""Values added one after another in float32; more pieces cost more float64 additions."""
+
+
+def _statistics_of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the float64 mean and biased variance over dimension 0 of a contiguous (M, C) tensor.
+
+    Every `pieces`-th row belongs to one piece, so that all pieces of all channels are the channels
+    of one tensor in channels-last layout.
+    """
+    count, channels = rows.shape
+    pieces = count // _PIECE
+    parts = []
+    if pieces:
+        parts.append((_PIECE, rows[: pieces * _PIECE].view(_PIECE, pieces * channels)))
+    if count % _PIECE:
+        parts.append((count % _PIECE, rows[pieces * _PIECE :]))
+    sums = []
+    for size, part in parts:
+        image = part.view(1, size, 1, part.shape[1]).permute(0, 3, 1, 2)
+        mean, var = aten.batch_norm_update_stats(image, None, None, 0.0)
+        sums.append((size, mean.double().view(-1, channels), var.double().view(-1, channels)))
+    mean = sum(size * part.sum(0) for size, part, _ in sums) / count
+    squares = sum(size * (var + (part - mean).square()).sum(0) for size, part, var in sums)
+    return mean, squares / count
 
 
 def finalize(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,7 +153,8 @@ def update_running_stats(
     for running, batch, least in ((running_mean, mean, 0), (running_var, unbiased, 1)):
         if running is not None:
             old = running.double()
-            running.copy_(torch.where(count > least, old + factor * (batch - old), old))
+            updated = (1.0 - factor) * old + factor * batch
+            running.copy_(torch.where(count > least, updated, old))
 
 
 def normalize(
