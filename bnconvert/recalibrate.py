@@ -1,0 +1,289 @@
+"""Estimates the running statistics of BatchNorm layers anew, from data.
+
+A layer's running statistics are right when they are those of its input, computed by the network as
+it is in eval mode. Two estimators:
+
+- `population`: layer by layer in the order of execution, the mean and the unbiased variance of all
+  values that reach the layer while the layers before it already use their new statistics. All
+  batches go through the network in step (`lockstep`), so that this takes one pass over the data,
+  and the memory of one activation per batch.
+- `mean_of_batches`: every layer normalizes with the statistics of its batch, as in training, and
+  the averages of the batches' means and unbiased variances are kept (PreciseBN: Wu and Johnson,
+  "Rethinking 'Batch' in BatchNorm", 2021). One batch in memory at a time.
+
+Everything but the BatchNorm layers runs in eval mode: dropout is off and other layers keep their
+state. A layer that is called several times per batch counts every call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from bnconvert.collective import Ranks
+from bnconvert.errors import BnconvertError
+from bnconvert.forwarding import (
+    default_forward,
+    input_of,
+    to_device,
+    unwrap,
+    without_compilation,
+)
+from bnconvert.lockstep import in_step, meet
+from bnconvert.moments import Moments, merged
+from bnconvert.running_statistics import (
+    RecalibrationReport,
+    Statistics,
+    find_layers,
+    make_report,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+Estimator = Literal["population", "mean_of_batches"]
+Forward = Callable[[nn.Module, Any], Any]
+Progress = Callable[[int, int], None]
+
+
+def recalibrate_batchnorm(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    num_batches: int | None = None,
+    forward: Forward | None = None,
+    device: torch.device | str | None = None,
+    process_group: ProcessGroup | None = None,
+    estimator: Estimator = "population",
+    progress: Progress | None = None,
+) -> RecalibrationReport:
+    """Replace the running statistics of the model's BatchNorm layers by those of the data.
+
+    Means and variances are accumulated in float64 over all batches and all ranks, weighted by
+    their number of values, and written in place; every rank ends with the same statistics, for
+    plain BatchNorm layers too. Frozen layers, layers without running statistics and
+    `num_batches_tracked` are left as they are. When anything fails, the model is as before on
+    every rank.
+
+    Args:
+        model: The model; DistributedDataParallel and compiled models are seen through.
+        loader: This rank's batches: tensors, or tuples and lists whose first item is the input.
+            Ranks may have different numbers of batches.
+        num_batches: Number of batches to use of this rank's loader; None uses all of them. The
+            `population` estimator holds an activation of each batch at the same time.
+        forward: Called with the model and a batch, when calling `model(input)` is not enough.
+        device: Where batches are moved; None takes the device of the model's first parameter.
+        process_group: The ranks that share their statistics; None is the default group when
+            torch.distributed is initialized.
+        estimator: "population" or "mean_of_batches"; see the module's description. With
+            "mean_of_batches", synchronised layers normalize with the batch of their group, and
+            the steps end when the first rank has no more batches.
+        progress: Called with the number of finished steps and of all steps.
+
+    Returns:
+        What happened to each layer, with the shift of its statistics.
+
+    Raises:
+        BnconvertError: The loader is empty or shorter than `num_batches`, a layer got one value
+            or values that are not finite, or another rank failed.
+    """
+    if estimator not in get_args(Estimator):
+        raise BnconvertError(
+            f"estimator: is {estimator!r}; use one of {', '.join(get_args(Estimator))}"
+        )
+    if num_batches is not None and num_batches < 1:
+        raise BnconvertError(f"num_batches: is {num_batches}; give at least 1 or None")
+    network = unwrap(model)
+    found = find_layers(network)
+    ranks = Ranks(process_group)
+    run = _Run(
+        network,
+        found.statistics,
+        ranks,
+        forward or default_forward,
+        torch.device(device) if device is not None else _device_of(network),
+        progress or (lambda done, total: None),
+    )
+    with ExitStack() as restore:
+        _keep_flags(network, restore)
+        try:
+            estimate = run.population if estimator == "population" else run.mean_of_batches
+            estimate(_batches(loader, num_batches))
+            run.finish()
+        except BaseException as error:
+            for statistics in found.statistics.values():
+                statistics.restore()
+            if isinstance(error, Exception):
+                ranks.fail(error)
+            raise
+    return make_report(found)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _keep_flags(model: nn.Module, restore: ExitStack) -> None:
+    """Put every module into eval mode until `restore` is closed.
+
+    The flags are set one by one: a `train` method that does more (merging branches, say) would
+    change the model.
+    """
+    for module in model.modules():
+        restore.callback(setattr, module, "training", module.training)
+        module.training = False
+
+
+def _batches(loader: Iterable[Any], num_batches: int | None) -> Iterable[Any]:
+    """Yield the batches that are asked for; none or too few are an error."""
+    count = 0
+    for batch in itertools.islice(loader, num_batches):
+        count += 1
+        yield batch
+    if not count:
+        raise BnconvertError("loader: has no batch; give at least one")
+    if num_batches is not None and count < num_batches:
+        raise BnconvertError(
+            f"loader: has {count} batches but num_batches is {num_batches}; "
+            "give more data or a smaller number"
+        )
+
+
+@dataclass
+class _Run:
+    """One recalibration of one model."""
+
+    network: nn.Module
+    layers: dict[nn.Module, Statistics]
+    ranks: Ranks
+    forward: Forward
+    device: torch.device
+    progress: Progress
+
+    def finish(self) -> None:
+        """Wait until every rank has succeeded; behind this point nothing can fail."""
+        self.ranks.share(None)
+
+    def population(self, batches: Iterable[Any]) -> None:
+        """Estimate layer after layer, all batches in step.
+
+        A layer that calls wait at more than once gets its statistics in parts, and what runs
+        between the parts used the first of them. Then the pass is repeated with those layers
+        held at the statistics of the pass before: each pass makes the next of them exact.
+        """
+        kept = list(batches)
+        names = {statistics.name: statistics for statistics in self.layers.values()}
+        held: frozenset[str] = frozenset()
+        passes = 1
+        while passes:
+            again = self._pass(kept, names, held)
+            passes = len(again) if not held else passes - 1
+            held = held or frozenset(again)
+            if held:
+                for name in held:
+                    names[name].settle()
+
+    def _pass(
+        self, batches: list[Any], names: dict[str, Statistics], held: frozenset[str]
+    ) -> list[str]:
+        """Run all batches once; return the layers that were settled more than once."""
+        for statistics in names.values():
+            statistics.parts.clear()
+        settled: dict[str, int] = {}
+        functions = [lambda batch=batch: self._call(batch) for batch in batches]
+        with ExitStack() as stack:
+            self._hook(stack, lambda statistics, values: _arrive(statistics, values, held))
+            steps = in_step(functions)
+            stack.callback(steps.close)  # type: ignore[attr-defined]
+            while (name := self._next(steps)) is not None:
+                self._settle(names[name], name in held)
+                settled[name] = settled.get(name, 0) + 1
+                self.progress(len(settled), len(names))
+        return [name for name, times in settled.items() if times > 1]
+
+    def _next(self, steps: Any) -> str | None:
+        """Return the layer at which the batches of all ranks wait; None at the end."""
+        name: str | None = next(steps, None)
+        everyone = self.ranks.share(name)
+        if len(set(everyone)) > 1:
+            where = ", ".join(f"rank {rank} {n or 'the end'}" for rank, n in enumerate(everyone))
+            raise BnconvertError(
+                f"recalibrate: the ranks do not reach the same layers in the same order ({where}); "
+                "use estimator='mean_of_batches'"
+            )
+        return name
+
+    def _settle(self, statistics: Statistics, is_held: bool) -> None:
+        """Pool what has come to a layer on all ranks, and let the layer use it."""
+        own = merged(statistics.fresh)
+        statistics.fresh.clear()
+        statistics.parts.append(merged(self.ranks.share(own)))
+        if not is_held:
+            statistics.settle()
+
+    def mean_of_batches(self, batches: Iterable[Any]) -> None:
+        """Estimate all layers at once, each batch normalized by its own statistics."""
+        groups = {s.name: s.group_ranks(self.ranks) for s in self.layers.values()}
+        in_steps = any(group is not None for group in groups.values())
+
+        def observe(statistics: Statistics, values: Tensor) -> None:
+            moments = Moments.of(values)
+            group = groups[statistics.name]
+            if group is not None:
+                shared = self.ranks.share(moments)
+                moments = merged(shared[rank] for rank in group)
+            statistics.add_batch(moments)
+
+        with ExitStack() as stack:
+            self._hook(stack, observe)
+            iterator = iter(batches)
+            for done in itertools.count():
+                batch = next(iterator, _END)
+                if in_steps and any(self.ranks.share(batch is _END)):
+                    break
+                if batch is _END:
+                    break
+                self._call(batch)
+                self.progress(done + 1, 0)
+        for statistics, averages in zip(
+            self.layers.values(),
+            zip(*self.ranks.share([s.averages for s in self.layers.values()]), strict=True),
+            strict=True,
+        ):
+            statistics.settle_average(averages)
+
+    def _call(self, batch: Any) -> None:
+        with torch.no_grad(), without_compilation(self.network):
+            self.forward(self.network, to_device(batch, self.device))
+
+    def _hook(self, stack: ExitStack, observe: Callable[[Statistics, Tensor], None]) -> None:
+        """Call `observe` before every call of a layer until the stack is closed."""
+        for layer, statistics in self.layers.items():
+
+            def hook(
+                module: nn.Module,
+                args: tuple[Any, ...],
+                kwargs: dict[str, Any],
+                statistics: Statistics = statistics,
+            ) -> None:
+                observe(statistics, input_of(args, kwargs))
+
+            handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+            stack.callback(handle.remove)
+
+
+_END = object()
+
+
+def _arrive(statistics: Statistics, values: Tensor, held: frozenset[str]) -> None:
+    """Take the values that reach a layer, and wait for those of the other batches."""
+    statistics.fresh.append(Moments.of(values))
+    meet(statistics.name)
