@@ -5,9 +5,20 @@ Start at `reading.load_checkpoint` and `formats.FORMATS`. Nothing in a file is e
 
 from __future__ import annotations
 
+from bnconvert.checkpoint.conversion import convert_checkpoint
 from bnconvert.checkpoint.matching import match_checkpoint
 from bnconvert.checkpoint.reading import load_checkpoint
 from bnconvert.checkpoint.record import Checkpoint, Fact
-from bnconvert.checkpoint.writing import atomic_file
+from bnconvert.checkpoint.saving import save_checkpoint
+from bnconvert.checkpoint.writing import atomic_file, atomic_folder
 
-__all__ = ["Checkpoint", "Fact", "atomic_file", "load_checkpoint", "match_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Fact",
+    "atomic_file",
+    "atomic_folder",
+    "convert_checkpoint",
+    "load_checkpoint",
+    "match_checkpoint",
+    "save_checkpoint",
+]

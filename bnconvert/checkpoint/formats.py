@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bnconvert.checkpoint import metadata, safetensors_file, sharded, torch_legacy, torch_zip
+from bnconvert.checkpoint import (
+    folder,
+    metadata,
+    safetensors_file,
+    sharded,
+    torch_legacy,
+    torch_zip,
+)
 from bnconvert.checkpoint.layouts import choose
 from bnconvert.checkpoint.probe import Options, Probe, probe
 from bnconvert.checkpoint.record import Weights
@@ -67,7 +74,10 @@ def _safetensors(found: Probe, options: Options) -> Weights:
 
 def _torch_zip(found: Probe, options: Options) -> Weights:
     tree, kind = torch_zip.read_pickle(found.source.extent(), options.allow)
-    return from_tree(tree, options, kind)
+    weights = from_tree(tree, options, kind)
+    if found.archive is not None and found.zip_has(metadata.ZIP_MEMBER):
+        metadata.read_member(weights, found.archive)
+    return weights
 
 
 def _torch_legacy(found: Probe, options: Options) -> Weights:
@@ -85,7 +95,16 @@ def _is_safetensors(found: Probe) -> bool:
     )
 
 
+def _folder(found: Probe, options: Options) -> Weights:
+    file, note = folder.weights_in(found.path)
+    weights = read_path(file, options)
+    weights.notes.insert(0, note)
+    weights.architecture = weights.architecture or metadata.architecture_of(file.parent)
+    return weights
+
+
 FORMATS: list[Format] = [
+    Format("folder", lambda found: found.is_folder, _folder),
     Format("torch zip", lambda found: found.zip_has("data.pkl"), _torch_zip),
     Format("torch legacy", lambda found: found.head.startswith(torch_legacy.MAGIC), _torch_legacy),
     Format("sharded", sharded.is_index, _sharded),

@@ -276,12 +276,6 @@ def _averaged_model(result: Weights, weights: str) -> Weights:
     if weights == "raw":
         raise CheckpointError("holds only averaged weights (AveragedModel); ask for ema")
     del result.tensors[counter]
-    result.tensors = {name.removeprefix("module."): v for name, v in result.tensors.items()}
-    result.versions = {
-        name.removeprefix("module").removeprefix("."): value
-        for name, value in result.versions.items()
-        if name
-    }
     result.layout = "AveragedModel"
     result.averaged = True
     result.notes.append(f"averaged weights: the counter {counter} was left out")
@@ -290,12 +284,13 @@ def _averaged_model(result: Weights, weights: str) -> Weights:
 
 def _add_buffers(result: Weights, raw: Weights, key: str) -> None:
     """Complete an average of the parameters alone with the buffers of the raw weights."""
-    shorter = {name.removeprefix("module."): tensor for name, tensor in raw.tensors.items()}
-    own = {name.removeprefix("module.") for name in result.tensors}
+    own = {name.removeprefix("module."): name for name in result.tensors}
+    wrapped = all(name.startswith("module.") for name in result.tensors)
     missing = {
-        name: tensor
-        for name, tensor in shorter.items()
-        if name not in own and name.rpartition(".")[2] in LEAVES[2:]
+        ("module." if wrapped else "") + short: tensor
+        for name, tensor in raw.tensors.items()
+        for short in [name.removeprefix("module.")]
+        if short not in own and short.rpartition(".")[2] in LEAVES[2:]
     }
     if missing:
         result.tensors.update(missing)

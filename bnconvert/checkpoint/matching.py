@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.checkpoint import names
+from bnconvert.checkpoint.axes import order_axes
+from bnconvert.checkpoint.epsilon import match_eps
+from bnconvert.checkpoint.tensors import from_tensor
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from torch import Tensor, nn
 
-    from bnconvert.checkpoint.record import Checkpoint
+    from bnconvert.checkpoint.record import Checkpoint, Weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -26,7 +30,8 @@ def match_checkpoint(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tens
     Tried in turn, and taken only if every tensor of the model is there with its shape and none is
     left over: the names without the prefix that fits most of them (`model.`, `backbone.`), then
     timm's own renaming for the model's architecture, then the order of the tensors, where all
-    shapes and BatchNorm roles agree one by one. A missing `num_batches_tracked` is 0.
+    shapes and BatchNorm roles agree one by one. A missing `num_batches_tracked` is 0, and axes are
+    put into torch's order.
 
     Args:
         checkpoint: From `load_checkpoint`.
@@ -34,23 +39,63 @@ def match_checkpoint(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tens
 
     Raises:
         CheckpointError: The checkpoint is of another architecture; says how many names are
-            missing, left over or of another shape, and the first of them.
+            missing, left over or of another shape, and the first of them. Or its eps differs from
+            the model's.
+    """
+    weights = checkpoint.weights()
+    order_axes(weights, {})
+    fit(checkpoint.path, weights, model)
+    match_eps(checkpoint.path, weights, model, None)
+    counter = torch.zeros((), dtype=torch.int64)
+    return {
+        name: weights.tensors[name].load() if name in weights.tensors else counter.clone()
+        for name in model.state_dict()
+    }
+
+
+def fit(path: Path, weights: Weights, model: nn.Module) -> None:
+    """Give tensors, facts and versions the model's names; see `match_checkpoint`.
+
+    Args:
+        path: For the message.
+        weights: Changed in place.
+        model: The target; it is not changed.
+
+    Raises:
+        CheckpointError: The tensors do not fit.
     """
     target = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    stored = {name: entry.shape for name, entry in checkpoint.entries.items()}
+    stored = {name: tensor.shape for name, tensor in weights.tensors.items()}
     renames = best_prefix(stored, target)
     problem = mismatch({new: stored[old] for old, new in renames.items()}, target)
-    if not problem:
-        return _completed({new: checkpoint.tensors[old] for old, new in renames.items()}, target)
-    remapped = _timm_renamed(checkpoint, model)
-    if remapped is not None:
-        shapes = {name: tuple(value.shape) for name, value in remapped.items()}
-        if not mismatch(shapes, target):
-            return _completed(remapped, target)
-    ordered = by_order(stored, target)
-    if ordered:
-        return _completed({new: checkpoint.tensors[old] for old, new in ordered.items()}, target)
-    raise CheckpointError(f"{checkpoint.path}: does not fit the model: {problem}")
+    if problem:
+        remapped = _timm_renamed(weights, model)
+        shapes = {name: tuple(value.shape) for name, value in (remapped or {}).items()}
+        if remapped and not mismatch(shapes, target):
+            weights.tensors = {name: from_tensor(value) for name, value in remapped.items()}
+            weights.notes.append("names changed by timm's checkpoint_filter_fn")
+            return
+        renames = by_order(stored, target)
+        if not renames:
+            raise CheckpointError(f"{path}: does not fit the model: {problem}")
+        weights.notes.append("names given by the order of the tensors; all shapes agree")
+    dropped = len(stored) - len(renames)
+    if dropped:
+        weights.notes.append(f"{dropped} tensors outside the model's prefix were left out")
+    _rename(weights, renames)
+
+
+def _rename(weights: Weights, renames: dict[str, str]) -> None:
+    layers = {names.layer_of(old)[0]: names.layer_of(new)[0] for old, new in renames.items()}
+    changed = sum(old != new for old, new in renames.items())
+    if changed:
+        old, new = next(pair for pair in renames.items() if pair[0] != pair[1])
+        weights.notes.append(f"{changed} names changed to the model's, such as {old} to {new}")
+    weights.tensors = {new: weights.tensors[old] for old, new in renames.items()}
+    weights.bn = {layers[old]: facts for old, facts in weights.bn.items() if old in layers}
+    weights.versions = {
+        layers[old]: entry for old, entry in weights.versions.items() if old in layers
+    }
 
 
 def best_prefix(stored: Shapes, target: Shapes) -> dict[str, str]:
@@ -126,7 +171,7 @@ def by_order(stored: Shapes, target: Shapes) -> dict[str, str]:
     return dict(pairs)
 
 
-def _timm_renamed(checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tensor] | None:
+def _timm_renamed(weights: Weights, model: nn.Module) -> Mapping[str, Tensor] | None:
     """Return the tensors renamed by timm's `checkpoint_filter_fn` of the model, if it has one."""
     module = sys.modules.get(type(model).__module__)
     if not type(model).__module__.startswith("timm."):
@@ -135,16 +180,8 @@ def _timm_renamed(checkpoint: Checkpoint, model: nn.Module) -> Mapping[str, Tens
     if rename is None:
         return None
     try:
-        result = rename(dict(checkpoint.tensors), model)
+        result = rename({name: t.load() for name, t in weights.tensors.items()}, model)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError):
         return None
     tensors = isinstance(result, dict) and all(isinstance(v, torch.Tensor) for v in result.values())
     return result if tensors else None
-
-
-def _completed(tensors: Mapping[str, Tensor], target: Shapes) -> dict[str, Tensor]:
-    """Return the tensors in the model's order, with counters of 0 where the file has none."""
-    return {
-        name: tensors[name] if name in tensors else torch.zeros((), dtype=torch.int64)
-        for name in target
-    }

@@ -8,11 +8,20 @@ torch's state-dict versions, the architecture and the provenance are kept as JSO
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from bnconvert.checkpoint.record import Fact, Weights
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bnconvert.checkpoint.archive import Archive
+
 PREFIX = "bnconvert."
+MODEL_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+ZIP_MEMBER = "bnconvert.json"
 
 
 def write(weights: Weights, shared: dict[str, str], provenance: dict[str, Any]) -> dict[str, str]:
@@ -38,6 +47,19 @@ def write(weights: Weights, shared: dict[str, str], provenance: dict[str, Any]) 
     return {"format": "pt", **packed}
 
 
+def read_member(weights: Weights, archive: Archive) -> None:
+    """Restore what `torch_writer` put beside the pickle, which torch itself does not look at."""
+    name = next(name for name in archive.names() if name.endswith(ZIP_MEMBER))
+    try:
+        texts = json.loads(archive.read(name, 1 << 26))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()):
+        versions = weights.versions
+        read(weights, texts)
+        weights.versions = versions
+
+
 def read(weights: Weights, metadata: dict[str, str]) -> None:
     """Restore into `weights` what `write` kept; anything else in the metadata is left alone."""
     for layer, values in _dictionary(metadata, "batchnorm").items():
@@ -51,10 +73,25 @@ def read(weights: Weights, metadata: dict[str, str]) -> None:
     weights.architecture = architecture if isinstance(architecture, str) else ""
     shared = _dictionary(metadata, "shared")
     for name, kept in shared.items():
-        if kept in weights.tensors and name not in weights.tensors:
-            weights.tensors[name] = weights.tensors[kept]
-    if shared:
-        weights.notes.append(f"{len(shared)} names restored that share memory with another")
+        if isinstance(kept, str) and kept in weights.tensors and name not in weights.tensors:
+            both = replace(weights.tensors[kept], shares=("shared", kept, id(weights)))
+            weights.tensors[name] = weights.tensors[kept] = both
+            weights.shared[name] = kept
+    if weights.shared:
+        weights.notes.append(f"{len(weights.shared)} names restored that share another's memory")
+
+
+def architecture_of(folder: Path) -> str:
+    """Return the architecture that a model folder's `config.json` names, or ""."""
+    config = folder / CONFIG_FILE
+    if not config.is_file() or config.stat().st_size > 1 << 24:
+        return ""
+    try:
+        value = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return ""
+    name = value.get("architecture") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def merge(into: Weights, shard: Weights) -> None:

@@ -44,6 +44,7 @@ class Weights:
         versions: torch's `_metadata` of the state dict: module name to its attributes.
         architecture: Name of the model's architecture where the file has it.
         files: Every file the tensors come from.
+        shared: Names restored by metadata, each with the name that is the same memory.
     """
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Weights:
     versions: dict[str, Any] = field(default_factory=dict)
     architecture: str = ""
     files: list[SourceFile] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,17 @@ class Checkpoint:
     def entries(self) -> dict[str, LazyTensor]:
         """Shape, dtype and place of every tensor, without reading it."""
         return self.tensors.entries
+
+    def weights(self) -> Weights:
+        """Return what it holds as a record of its own, to be changed."""
+        return Weights(
+            dict(self.entries),
+            bn=dict(self.bn),
+            notes=list(self.notes),
+            versions=dict(self.versions),
+            architecture=self.architecture,
+            files=list(self.files),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the file holds as plain types, ready for JSON."""

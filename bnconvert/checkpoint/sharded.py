@@ -60,26 +60,15 @@ def read_index(probe: Probe, read_shard: Callable[[Path], Weights]) -> Weights:
             )
         result.tensors[name] = tensor
     for shard_name, shard in shards.items():
-        extra = [name for name in shard.tensors if places.get(name) != shard_name]
-        extra = [name for name in extra if shard.tensors[name].shares not in _aliases(shard, name)]
+        own = [name for name in shard.tensors if name not in shard.shared]
+        extra = [name for name in own if places.get(name) != shard_name]
         if extra:
             raise CheckpointError(
                 f"{probe.path}: {shard_name} holds {listed(extra)}, which the index does not place "
                 "there; a shard is of another checkpoint"
             )
-    _restore_aliases(result, shards)
+        result.tensors.update(shard.tensors)
     return result
-
-
-def _aliases(shard: Weights, name: str) -> list[Any]:
-    """Return the identities of the other tensors of a shard that are known to be shared."""
-    return [t.shares for n, t in shard.tensors.items() if n != name and t.shares is not None]
-
-
-def _restore_aliases(result: Weights, shards: dict[str, Weights]) -> None:
-    for shard in shards.values():
-        for name, tensor in shard.tensors.items():
-            result.tensors.setdefault(name, tensor)
 
 
 def _parse(probe: Probe) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,3 +87,44 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a new temporary folder beside `path`; rename it to `path` when the block ends well.
+
+    Whatever is written into it is flushed to the disk before. If the block raises, the folder is
+    removed.
+
+    Args:
+        path: The folder to make; it must not exist.
+
+    Yields:
+        Where to write.
+
+    Raises:
+        CheckpointError: `path` exists, or its parent is missing.
+    """
+    target = Path(path)
+    check_folder(target)
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
+    temporary.mkdir(mode=0o777)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            os.chmod(file, 0o666 & ~_umask())  # noqa: PTH101 (as for single files)
+            sync(file)
+        sync(temporary)
+        check_folder(target)
+        os.rename(temporary, target)  # noqa: PTH104 (the atomic call, by its name)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_folder(target: Path) -> None:
+    """Refuse a folder to make that is there already, or has no parent."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target}: exists; a folder is only ever made new, name another")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target.parent}: there is no such folder; make it first")

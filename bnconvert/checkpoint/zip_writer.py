@@ -1,0 +1,109 @@
+"""A zip file of stored members, written from start to end, each member's bytes aligned."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bnconvert.checkpoint.copying import FileOutput
+
+ALIGNMENT = 64
+"""torch maps storages into memory at this alignment."""
+
+_BIG = 0xFFFFFFFF
+_TIME, _DATE = 0, 0x21  # 1980-01-01: a copy of the same weights is the same file
+
+
+@dataclass(frozen=True)
+class _Member:
+    name: bytes
+    offset: int
+    nbytes: int
+    crc: int
+
+
+class ZipWriter:
+    """Appends members to a file.
+
+    Args:
+        output: Where to write; its descriptor must be seekable.
+    """
+
+    def __init__(self, output: FileOutput) -> None:
+        self.output = output
+        self.members: list[_Member] = []
+        self.position = 0
+
+    def add(self, name: str, nbytes: int, chunks: Iterable[memoryview]) -> None:
+        """Append one member.
+
+        Args:
+            name: Its name.
+            nbytes: Number of bytes that `chunks` will bring.
+            chunks: The bytes.
+        """
+        start = self.position
+        header = self._local_header(name.encode(), nbytes)
+        self._write(memoryview(header))
+        crc = done = 0
+        for chunk in chunks:
+            crc = zlib.crc32(chunk, crc)
+            done += chunk.nbytes
+            self._write(chunk)
+        if done != nbytes:
+            raise ValueError(f"{name}: {done} bytes written, {nbytes} announced")
+        os.pwrite(self.output.descriptor, struct.pack("<I", crc), start + 14)
+        self.members.append(_Member(name.encode(), start, nbytes, crc))
+
+    def _write(self, data: memoryview) -> None:
+        self.output.write(data)
+        self.position += data.nbytes
+
+    def _local_header(self, name: bytes, nbytes: int) -> bytes:
+        large = nbytes >= _BIG
+        size = _BIG if large else nbytes
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if large else b""
+        unpadded = self.position + 30 + len(name) + len(extra) + 4
+        padding = -unpadded % ALIGNMENT
+        extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        fixed = struct.pack(
+            "<IHHHHHIIIHH", 0x04034B50, 45 if large else 0, 0x0800, 0, _TIME, _DATE,
+            0, size, size, len(name), len(extra),
+        )  # fmt: skip
+        return fixed + name + extra
+
+    def close(self) -> None:
+        """Write the directory."""
+        start = self.position
+        for member in self.members:
+            self._write(memoryview(_directory_entry(member)))
+        self._write(memoryview(_end(len(self.members), self.position - start, start)))
+
+
+def _directory_entry(member: _Member) -> bytes:
+    values = [v for v in (member.nbytes, member.nbytes, member.offset) if v >= _BIG]
+    extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    size, offset = min(member.nbytes, _BIG), min(member.offset, _BIG)
+    fixed = struct.pack(
+        "<IHHHHHHIIIHHHHHII", 0x02014B50, 45, 45 if values else 0, 0x0800, 0, _TIME, _DATE,
+        member.crc, size, size, len(member.name), len(extra), 0, 0, 0, 0, offset,
+    )  # fmt: skip
+    return fixed + member.name + extra
+
+
+def _end(count: int, nbytes: int, start: int) -> bytes:
+    large = b""
+    if count >= 0xFFFF or start + nbytes >= _BIG:
+        large = struct.pack(
+            "<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, nbytes, start
+        ) + struct.pack("<IIQI", 0x07064B50, 0, start + nbytes, 1)
+    return large + struct.pack(
+        "<IHHHHIIH", 0x06054B50, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF),
+        min(nbytes, _BIG), min(start, _BIG), 0,
+    )  # fmt: skip
