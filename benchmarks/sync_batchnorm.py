@@ -180,16 +180,16 @@ def main() -> None:
     rows: list[tuple[str, ...]] = [
         ("shape", "layout", "ours ms", "ours/F.batch_norm", "composition/ours")
     ]
-    for r in alone:
-        rows.append(
-            (
-                "x".join(map(str, r["shape"])),
-                r["layout"],
-                f"{1e3 * r['ours']:.2f}",
-                f"{r['ours'] / r['F.batch_norm']:.2f}",
-                f"{r['composition'] / r['ours']:.2f}",
-            )
+    rows += [
+        (
+            "x".join(map(str, r["shape"])),
+            r["layout"],
+            f"{1e3 * r['ours']:.2f}",
+            f"{r['ours'] / r['F.batch_norm']:.2f}",
+            f"{r['composition'] / r['ours']:.2f}",
         )
+        for r in alone
+    ]
     print("one process, one thread, forward + backward, float32")
     print("\n".join(format_table(rows)))
     print("two gloo ranks, whole layer, forward + backward, float32")

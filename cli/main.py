@@ -22,6 +22,9 @@ COMMANDS = (
 )
 
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
 class LazyGroup(click.Group):
     """Imports the module of a subcommand when it is named; `fold-onnx` lives in `fold_onnx.py`."""
 
@@ -38,7 +41,7 @@ class LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="bnconvert")
 def group() -> None:
     """Convert, fine-tune, fold and export models that use BatchNorm.

@@ -92,3 +92,13 @@ def strict_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--strict", is_flag=True, help="Exit with 3 when a BatchNorm layer is left."
     )(command)
+
+
+def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--include` and `--exclude`, each of which may be repeated."""
+    command = click.option(
+        "--exclude", multiple=True, metavar="PATTERN", help="Leave layers whose name matches."
+    )(command)
+    return click.option(
+        "--include", multiple=True, metavar="PATTERN", help="Change only layers that match."
+    )(command)

@@ -6,7 +6,8 @@ and `torch.compile` as a constant; "" is the default group.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -19,7 +20,7 @@ def resolve_group(name: str) -> dist.ProcessGroup:
         if world is None:
             raise RuntimeError("the default process group has not been initialized")
         return world
-    resolve = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     found: dist.ProcessGroup = resolve(name)
     return found
 

@@ -153,6 +153,15 @@ def _backend(input: Tensor) -> Any:  # noqa: A002
     return aten_cuda if input.is_cuda else reference
 
 
+def selection() -> dict[str, str]:
+    """Return, for each kind of device, which kernels would run there and why."""
+    there = torch.cuda.is_available()
+    return {
+        "CPU": "reference: ATen operators",
+        "CUDA": "aten_cuda: the kernels of torch" if there else "none: there is no CUDA device",
+    }
+
+
 def _local_sums(input: Tensor) -> Tensor:  # noqa: A002
     sums: Tensor = _backend(input).local_sums(input)
     return sums

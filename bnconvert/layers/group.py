@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from bnconvert.errors import BnconvertError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.distributed import ProcessGroup
 
 
@@ -47,14 +49,14 @@ class GroupRef:
             ranks = dist.get_process_group_ranks(self.group)
         except (RuntimeError, ValueError, KeyError):
             return f"group {self.name!r}, which exists no more"
-        return f"ranks {_ranges(ranks)}"
+        return f"ranks {ranges(ranks)}"
 
 
 def _unpickled(lost: bool) -> GroupRef:
     return GroupRef(lost=lost)
 
 
-def _ranges(ranks: list[int]) -> str:
+def ranges(ranks: Iterable[int]) -> str:
     """Return "0-7" or "0-3, 8" for sorted ranks."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):

@@ -1,0 +1,275 @@
+"""Models by their specification, and model folders.
+
+A MODEL is a timm name (`resnet50`), a model folder, or `package.module:callable`. A model folder
+holds `model.safetensors` and `config.json` in the Hugging Face layout of timm, which timm itself
+loads with `local-dir:FOLDER`; what a state dict does not say about the norm layers stands in the
+configuration under "bnconvert".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bnconvert import __version__
+from bnconvert.checkpoint import atomic_file, load_checkpoint, match_checkpoint
+from bnconvert.checkpoint.writing import atomic_folder, check_folder
+from bnconvert.errors import BnconvertError
+from bnconvert.forwarding import unwrap
+from bnconvert.norm_state import describe_norms, restore_norms
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+SCHEMA = 1
+
+
+def load_model(
+    spec: str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
+) -> nn.Module:
+    """Build a model, and load weights into it.
+
+    A folder written by `save_model` comes back with its weights and the state of its norm layers:
+    plain, synchronised or frozen, with their eps and momentum.
+
+    Args:
+        spec: A timm name, a model folder, or `package.module:callable`, which is called without
+            arguments.
+        checkpoint: A file or folder of weights; its names may have prefixes or another order.
+
+    Returns:
+        The model, in the mode in which its constructor left it.
+
+    Raises:
+        BnconvertError: There is no such model, or it cannot be built.
+        CheckpointError: The weights are damaged, refused, or of another architecture.
+    """
+    text = str(spec)
+    folder = Path(text.removeprefix("local-dir:"))
+    if folder.is_dir():
+        model = _from_folder(folder)
+        weights = folder if checkpoint is None else Path(checkpoint)
+    else:
+        module, colon, name = text.partition(":")
+        model = _from_callable(module, name) if colon else _from_timm(text)
+        if checkpoint is None:
+            return model
+        weights = Path(checkpoint)
+    load_weights(model, weights)
+    return model
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a file or folder of weights into a model, in place.
+
+    A folder that `save_model` wrote also brings the dtypes and the state of the norm layers.
+
+    Raises:
+        CheckpointError: The weights are damaged, refused, or of another architecture.
+    """
+    recorded = _recorded(path)
+    file = path / WEIGHTS
+    tensors = match_checkpoint(load_checkpoint(file if file.is_file() else path), model)
+    if recorded:
+        _take_dtypes(model, tensors)
+    model.load_state_dict(tensors)
+    restore_norms(model, recorded.get("norms", []))
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    if not (path / CONFIG).is_file():
+        return {}
+    recorded = _read_config(path).get("bnconvert", {})
+    if isinstance(recorded, dict) and recorded.get("schema", SCHEMA) == SCHEMA:
+        return recorded
+    raise BnconvertError(
+        f"{path / CONFIG}: its bnconvert section is of an unknown schema; it was written by a "
+        "newer bnconvert"
+    )
+
+
+def _take_dtypes(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, target in model.state_dict(keep_vars=True).items():
+        stored = tensors[name].dtype
+        if target.is_floating_point() and stored != target.dtype:
+            target.data = target.data.to(stored)
+
+
+def _from_timm(name: str, **kwargs: Any) -> nn.Module:
+    import timm
+
+    if not timm.is_model(name.partition(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
+        raise BnconvertError(
+            f"{name}: is neither a timm model, nor a folder, nor package.module:callable; {hint}"
+        )
+    with _explained(name, "timm cannot build it"):
+        model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
+    return model
+
+
+def _from_callable(module: str, name: str) -> nn.Module:
+    spec = f"{module}:{name}"
+    with _explained(spec, f"importing {module} failed"):
+        target: Any = importlib.import_module(module)
+    for part in name.split("."):
+        target = getattr(target, part, None)
+        if target is None:
+            raise BnconvertError(f"{spec}: {module} has no attribute {name}; check the name")
+    if not callable(target):
+        raise BnconvertError(f"{spec}: is a {type(target).__name__}; name a function or a class")
+    with _explained(spec, "calling it without arguments failed"):
+        model = target()
+    if not isinstance(model, nn.Module):
+        raise BnconvertError(
+            f"{spec}: returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _explained(spec: str, what: str) -> Iterator[None]:
+    """Turn any exception of other people's code into one line."""
+    try:
+        yield
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise BnconvertError(f"{spec}: {what} ({type(error).__name__}: {first_line})") from error
+
+
+def _from_folder(folder: Path) -> nn.Module:
+    if not (folder / CONFIG).is_file():
+        raise BnconvertError(
+            f"{folder}: has no {CONFIG}, so it is no model folder; give a timm name or "
+            f"package.module:callable, with --checkpoint {folder}"
+        )
+    config = _read_config(folder)
+    architecture = config.get("architecture")
+    if not architecture:
+        raise BnconvertError(
+            f"{folder / CONFIG}: names no timm architecture; give package.module:callable, with "
+            f"--checkpoint {folder}"
+        )
+    import timm
+
+    if not timm.is_model(str(architecture)):
+        raise BnconvertError(
+            f"{folder / CONFIG}: architecture {architecture!r} is not a timm model of this version"
+        )
+    with _explained(str(folder), "timm cannot build the model of this folder"):
+        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=False)
+    return model
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise BnconvertError(f"{path}: is not JSON ({error}); the folder is damaged") from error
+    if not isinstance(config, dict):
+        raise BnconvertError(f"{path}: holds no JSON object; the folder is damaged")
+    return config
+
+
+def save_model(
+    model: nn.Module, folder: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
+    """Write a model folder: `model.safetensors` and `config.json`.
+
+    `timm.create_model("local-dir:FOLDER", pretrained=True)` loads the folder of a timm model;
+    `load_model` also brings back the state of the norm layers. A model of other origin is loaded
+    with its `package.module:callable` and the folder as the checkpoint.
+
+    Args:
+        model: The model; wrappers of DistributedDataParallel and `torch.compile` are taken off.
+        folder: Where to write; made as a whole, or not at all.
+        overwrite: Replace the two files in an existing folder.
+
+    Raises:
+        BnconvertError: The folder exists, or the model cannot be described.
+    """
+    from safetensors.torch import save_file
+
+    target = Path(folder)
+    check_output(target, overwrite=overwrite)
+    model = unwrap(model)
+    tensors = _independent(model)
+    config = json.dumps(_describe(model), indent=2) + "\n"
+    if overwrite and target.is_dir():
+        with atomic_file(target / WEIGHTS, overwrite=True) as path:
+            save_file(tensors, path, metadata={"format": "pt"})
+        with atomic_file(target / CONFIG, overwrite=True) as path:
+            path.write_text(config, encoding="utf-8")
+        return
+    with atomic_folder(target) as path:
+        save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+        (path / CONFIG).write_text(config, encoding="utf-8")
+
+
+def check_output(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuse a model folder that `save_model` would refuse, before any work is done.
+
+    Raises:
+        BnconvertError: It exists without `overwrite`, is a file, or has no parent folder.
+    """
+    target = Path(folder)
+    if target.is_dir():
+        if not overwrite:
+            raise BnconvertError(f"{target}: exists; use --force (overwrite=True) to replace it")
+        unknown = sorted({path.name for path in target.iterdir()} - {CONFIG, WEIGHTS})
+        if unknown and not (target / CONFIG).is_file():
+            raise BnconvertError(
+                f"{target}: is no model folder (it holds {unknown[0]}); name another folder"
+            )
+    else:
+        check_folder(target)
+
+
+def _independent(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict with no two tensors in one memory, as safetensors wants it."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise BnconvertError(
+                f"{name}: the state dict holds a {type(value).__name__}, which safetensors cannot; "
+                "leave it out of the state dict"
+            )
+        tensor = value.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen or tensor._is_view():
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    return tensors
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration that rebuilds the model."""
+    recorded = {"schema": SCHEMA, "version": __version__, "norms": describe_norms(model)}
+    return {**_timm_config(model), "bnconvert": recorded}
+
+
+def _timm_config(model: nn.Module) -> dict[str, Any]:
+    if not isinstance(getattr(model, "pretrained_cfg", None), dict):
+        return {}
+    import tempfile
+
+    from timm.models._hub import save_config_for_hf
+
+    with tempfile.TemporaryDirectory() as folder, _explained("model", "timm cannot describe it"):
+        path = Path(folder) / CONFIG
+        save_config_for_hf(model, str(path))
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config

@@ -1,0 +1,151 @@
+"""A collective check that all ranks hold the same synchronised layers.
+
+A layer that is in eval mode, frozen or absent on one rank makes the others wait for ever in
+training. Run once before the first step, this check turns the hang into a sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from bnconvert.errors import BnconvertError
+from bnconvert.layers import Kind
+from bnconvert.layers.group import ranges
+from bnconvert.walk import find_norms
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bnconvert.walk import Norm
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What has to be equal on all ranks; `members` on those of one group."""
+
+    name: str
+    type: str
+    num_features: int
+    dtype: str
+    training: bool
+    track_running_stats: bool
+    affine: bool
+    eps: float
+    momentum: float | None
+    members: tuple[int, ...]
+
+
+def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+    """Check that every rank holds the same synchronised layers, flags, widths and groups.
+
+    Every rank of the group has to call this. Without torch.distributed there is nothing to check.
+
+    Args:
+        model: The model, wrapped or not.
+        process_group: The ranks to compare; None is the default group.
+
+    Raises:
+        BnconvertError: On every rank, naming the first layer that differs and the ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    mine: list[_Layer] | str
+    try:
+        mine = [_describe(norm) for norm in find_norms(model) if norm.kind in _SYNC]
+    except BnconvertError as error:  # the other ranks wait for this one
+        mine = str(error)
+    gathered: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(gathered, mine, group=process_group)
+    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    problem = _first_difference(dict(zip(ranks, gathered, strict=True)))
+    if problem:
+        raise BnconvertError(f"verify_ranks: {problem}")
+
+
+_SYNC = (Kind.SYNC, Kind.FOREIGN_SYNC)
+
+
+def _describe(norm: Norm) -> _Layer:
+    layer: Any = norm.module
+    tensor = next((t for t in (layer.running_mean, layer.weight) if t is not None), None)
+    group = getattr(layer, "process_group", None)
+    return _Layer(
+        norm.name,
+        type(layer).__name__,
+        layer.num_features,
+        "none" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        layer.training,
+        layer.track_running_stats,
+        layer.affine,
+        layer.eps,
+        layer.momentum,
+        tuple(dist.get_process_group_ranks(group or dist.group.WORLD)),
+    )
+
+
+def _first_difference(by_rank: dict[int, list[_Layer] | str]) -> str:
+    for rank, layers in by_rank.items():
+        if isinstance(layers, str):
+            return f"rank {rank}: {layers}"
+    described: dict[int, list[_Layer]] = {r: v for r, v in by_rank.items() if isinstance(v, list)}
+    first_rank, *others = described
+    for index, layer in enumerate(described[first_rank]):
+        found = {r: described[r][index] if index < len(described[r]) else None for r in others}
+        problem = _difference(layer, first_rank, found)
+        if problem:
+            return problem
+    return _extra_layer(described, first_rank)
+
+
+def _difference(layer: _Layer, first_rank: int, found: dict[int, _Layer | None]) -> str:
+    """Compare one layer of the first rank with the layers at the same place of the others."""
+    for other in found.values():
+        absent = other is None or other.name != layer.name
+        if absent:
+            ranks = [r for r, o in found.items() if o is None or o.name != layer.name]
+            return (
+                f"{layer.name or 'the model'}: is synchronised on rank {first_rank} but not on "
+                f"{_ranks(ranks)}; convert, freeze and exclude the same layers on every rank"
+            )
+    for key, value in asdict(layer).items():
+        if key != "members":
+            differing = {r: getattr(o, key) for r, o in found.items() if getattr(o, key) != value}
+            if differing:
+                other_value = next(iter(differing.values()))
+                return (
+                    f"{layer.name or 'the model'}: {key} is {value!r} on rank {first_rank} but "
+                    f"{other_value!r} on {_ranks(list(differing))}; make it the same on every rank"
+                )
+    return _group_difference({first_rank: layer, **{r: o for r, o in found.items() if o}})
+
+
+def _group_difference(layers: dict[int, _Layer]) -> str:
+    for rank, layer in layers.items():
+        for member in layer.members:
+            other = layers.get(member)
+            if other is not None and other.members != layer.members:
+                return (
+                    f"{layer.name or 'the model'}: rank {rank} synchronises with ranks "
+                    f"{ranges(layer.members)} but rank {member} with ranks "
+                    f"{ranges(other.members)}; give all members the same group"
+                )
+    return ""
+
+
+def _extra_layer(described: dict[int, list[_Layer]], first_rank: int) -> str:
+    count = len(described[first_rank])
+    longer = {rank: layers for rank, layers in described.items() if len(layers) > count}
+    if not longer:
+        return ""
+    extra = next(iter(longer.values()))[count]
+    return (
+        f"{extra.name or 'the model'}: is synchronised on {_ranks(list(longer))} but not on "
+        f"rank {first_rank}; convert, freeze and exclude the same layers on every rank"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
