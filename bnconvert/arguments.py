@@ -15,9 +15,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from bnconvert.errors import BnconvertError
+from bnconvert.probe import as_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_IMAGE_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,34 @@ class Arguments:
 
         return self.map(resize)
 
-    def with_size(self, height: int, width: int, seed: int = 0) -> Arguments:
-        """Return random arguments whose image tensors (four dimensions) have another size."""
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width of the first image batch; None without one."""
+        return next((_height_width(t) for t in self.tensors if t.ndim == _IMAGE_DIMS), None)
+
+    def with_larger_images(self, height: int, width: int, seed: int = 0) -> Arguments:
+        """Return random arguments whose images are this much higher and wider."""
         generator = torch.Generator().manual_seed(seed)
 
         def resize(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.ndim != 4:
+            if tensor.ndim != _IMAGE_DIMS:
                 return tensor
-            return _values_like(tensor, (*tensor.shape[:2], height, width), generator)
+            shape, axes = list(tensor.shape), image_axes(tensor)
+            for axis, more in zip(axes, (height, width), strict=True):
+                shape[axis] += more
+            return _values_like(tensor, tuple(shape), generator)
 
         return self.map(resize)
+
+
+def image_axes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the axes of height and width of a batch of images: uint8 ones have channels last."""
+    return (1, 2) if tensor.dtype is torch.uint8 else (2, 3)
+
+
+def _height_width(tensor: torch.Tensor) -> tuple[int, int]:
+    height, width = image_axes(tensor)
+    return tensor.shape[height], tensor.shape[width]
 
 
 def _values_like(
@@ -113,17 +134,7 @@ def make_arguments(model: nn.Module, example_inputs: Any) -> Arguments:
     """
     if example_inputs is None:
         return Arguments((random_images(input_size(model), 2),), {})
-    if isinstance(example_inputs, torch.Tensor):
-        arguments = Arguments((example_inputs,), {})
-    elif isinstance(example_inputs, (tuple, list)):
-        arguments = Arguments(tuple(example_inputs), {})
-    elif isinstance(example_inputs, dict) and all(isinstance(k, str) for k in example_inputs):
-        arguments = Arguments((), dict(example_inputs))
-    else:
-        raise BnconvertError(
-            f"example_inputs: is a {type(example_inputs).__name__}; pass a tensor, a tuple of "
-            "positional arguments or a dict of keyword arguments"
-        )
+    arguments = Arguments(*as_arguments(example_inputs))
     if not arguments.tensors:
         raise BnconvertError("example_inputs: holds no tensor; pass what the model is called with")
     return arguments.map(lambda tensor: tensor.detach().cpu())

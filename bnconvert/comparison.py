@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,32 +11,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bnconvert.arguments import Arguments, data_config, make_arguments, random_images
+from bnconvert.comparison_inputs import Inputs, choose_inputs
 from bnconvert.errors import BnconvertError
-from bnconvert.images import load_images
+from bnconvert.layerwise import module_layers, onnx_layers
+from bnconvert.probe import untouched
 from bnconvert.report import SCHEMA, format_table
-from bnconvert.runners import OnnxRunner, Runner, TorchRunner, relative_difference
+from bnconvert.runners import OnnxRunner, TorchRunner, relative_difference
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+
+_BAR_FROM = -9.0  # decimal exponents between which the bar of a difference grows
+_BAR_TO = 0.0
+_BAR_WIDTH = 27
 
 
 @dataclass(frozen=True)
-class OutputDifference:
-    """How one output differs.
+class Difference:
+    """How one output, or the output of one layer, differs.
 
     Attributes:
-        name: Name of the output in the first model.
+        name: Name of the output in the first model, or qualified name of the layer.
         shape: Its shape in the first model.
         relative: max|a - b| / max|b|.
         absolute: max|a - b|.
+        remark: What explains the difference: the layer's own weights differ.
     """
 
     name: str
     shape: tuple[int, ...]
     relative: float
     absolute: float
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,19 @@ class Comparison:
         outputs: One entry per output.
         top1: Share of the rows whose largest class is the same; None when no output has classes.
         top5: Mean share of each row's five largest classes that both have.
+        layers: One entry per layer that both have, in the order of execution of the first model;
+            empty unless asked for.
+        unpaired: Number of layers that only one of both has.
     """
 
     a: str
     b: str
     inputs: str
-    outputs: tuple[OutputDifference, ...]
+    outputs: tuple[Difference, ...]
     top1: float | None
     top5: float | None
+    layers: tuple[Difference, ...] = ()
+    unpaired: int = 0
 
     @property
     def largest_difference(self) -> float:
@@ -65,19 +77,14 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types, ready for JSON."""
-        return {
-            "schema": SCHEMA,
-            "a": self.a,
-            "b": self.b,
-            "inputs": self.inputs,
-            "largest_difference": self.largest_difference,
-            "top1": self.top1,
-            "top5": self.top5,
-            "outputs": [asdict(output) for output in self.outputs],
-        }
+        plain = asdict(self)
+        return {"schema": SCHEMA, "largest_difference": self.largest_difference, **plain}
 
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b} on {self.inputs}"]
+        if self.layers:
+            lines += format_table([("layer", "relative", ""), *map(_bar_row, self.layers)])
+            lines.append(f"{self.unpaired} layers are in one of both only")
         rows: list[tuple[str, ...]] = [("output", "shape", "relative", "absolute")]
         for output in self.outputs:
             shape = "x".join(map(str, output.shape)) or "scalar"
@@ -89,112 +96,136 @@ class Comparison:
         return "\n".join(lines)
 
 
+def _bar_row(layer: Difference) -> tuple[str, ...]:
+    exponent = math.log10(layer.relative) if layer.relative > 0 else _BAR_FROM
+    share = (min(exponent, _BAR_TO) - _BAR_FROM) / (_BAR_TO - _BAR_FROM)
+    bar = "#" * round(max(share, 0.0) * _BAR_WIDTH)
+    return layer.name, f"{layer.relative:.1e}", f"{bar} {layer.remark}".strip()
+
+
 def compare(
     a: nn.Module | str | os.PathLike[str],
     b: nn.Module | str | os.PathLike[str],
     inputs: Any = None,
     *,
     images: str | os.PathLike[str] | None = None,
+    layers: bool = False,
 ) -> Comparison:
     """Run two models on the same inputs and measure how their outputs differ.
 
-    Torch modules are run as they are, in eval mode; their modes are put back afterwards.
+    Torch modules are run in eval mode, and left as they were.
 
     Args:
         a: A torch module or the path of an ONNX file.
         b: Likewise; the reference of relative differences.
         inputs: A tensor, a tuple of positional or a dict of keyword arguments. None takes images,
             or random values of the size that either model states.
-        images: A folder of images, prepared as the torch model's timm configuration says.
+        images: A folder of images, prepared as a model's timm configuration or the metadata of a
+            file that bnconvert exported says.
+        layers: Also compare the outputs of layers, paired by qualified name. An ONNX file must
+            have been exported by bnconvert for this, as others do not name their layers.
 
     Raises:
         BnconvertError: A model does not run, the outputs do not pair up, or there are no inputs.
     """
     if inputs is not None and images is not None:
         raise BnconvertError("compare: both inputs and images are given; pass one of them")
-    runners = [_runner(a), _runner(b)]
-    arguments, described = _arguments((a, b), runners, inputs, images)
-    with _eval_mode(a, b):
-        values, reference = (runner.run(arguments) for runner in runners)
+    models = [_module_or_path(model) for model in (a, b)]
+    names = [m.name if isinstance(m, Path) else type(m).__name__ for m in models]
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if isinstance(model, nn.Module):
+                stack.enter_context(untouched(model))
+        given = choose_inputs(models, inputs, Path(images) if images is not None else None)
+        values, reference = (_run(model, given) for model in models)
+        pairs = _layer_pairs(models, given) if layers else _Pairs((), 0)
     if len(values) != len(reference):
         raise BnconvertError(
-            f"compare: {runners[0].name} gives {len(values)} outputs, {runners[1].name} gives "
+            f"compare: {names[0]} gives {len(values)} outputs, {names[1]} gives "
             f"{len(reference)}; compare models with the same outputs"
         )
-    pairs = list(zip(values.items(), reference.values(), strict=True))
-    outputs = tuple(_difference(name, x, y) for (name, x), y in pairs)
-    top = next((_agreement(x, y) for (_, x), y in pairs if _has_classes(x, y)), (None, None))
-    return Comparison(runners[0].name, runners[1].name, described, outputs, *top)
+    both = list(zip(values.items(), reference.values(), strict=True))
+    top1, top5 = next((_agreement(x, y) for (_, x), y in both if _has_classes(x, y)), (None, None))
+    return Comparison(
+        a=names[0],
+        b=names[1],
+        inputs=given.described,
+        outputs=tuple(_difference(name, x, y) for (name, x), y in both),
+        top1=top1,
+        top5=top5,
+        layers=pairs.differences,
+        unpaired=pairs.unpaired,
+    )
 
 
-def _runner(model: nn.Module | str | os.PathLike[str]) -> Runner:
+def _module_or_path(model: nn.Module | str | os.PathLike[str]) -> nn.Module | Path:
     if isinstance(model, nn.Module):
-        return TorchRunner(model)
+        return model
     path = Path(model)
     if not path.is_file():
         raise BnconvertError(f"{path}: there is no such file; pass a module or an ONNX file")
-    return OnnxRunner(path)
+    return path
 
 
-def _arguments(
-    models: tuple[Any, Any],
-    runners: list[Runner],
-    inputs: Any,
-    images: str | os.PathLike[str] | None,
-) -> tuple[Arguments, str]:
-    """Return what to run on, and what that is in words."""
-    modules = [model for model in models if isinstance(model, nn.Module)]
-    if images is not None:
-        if not modules:
-            raise BnconvertError("compare: images need a torch model that says how to prepare them")
-        batch = load_images(Path(images), data_config(modules[0]))
-        return Arguments((batch,), {}), f"{len(batch)} images"
-    if inputs is not None:
-        return make_arguments(nn.Identity(), inputs), "the given inputs"
-    if modules:
-        return make_arguments(modules[0], None), "2 random images"
-    files = [runner for runner in runners if isinstance(runner, OnnxRunner)]
-    return _random_inputs(files[0]), "random inputs"
-
-
-def _random_inputs(runner: OnnxRunner) -> Arguments:
-    """Return random values for each input of an ONNX file, two rows where the batch is open."""
-    values = {}
-    for seed, entry in enumerate(runner.inputs):
-        shape = [
-            2 if axis == 0 and not isinstance(n, int) else n for axis, n in enumerate(entry.shape)
-        ]
-        if entry.type != "tensor(float)" or not all(isinstance(n, int) for n in shape):
-            raise BnconvertError(
-                f"{runner.name}: input {entry.name} is {entry.type} of shape {entry.shape}; "
-                "pass inputs"
-            )
-        values[entry.name] = random_images(tuple(shape[1:]), shape[0], seed)
-    return Arguments((), values)
-
-
-@contextlib.contextmanager
-def _eval_mode(*models: Any) -> Iterator[None]:
-    """Put modules into eval mode, and each of their children back to its own mode after."""
-    modules = [m for model in models if isinstance(model, nn.Module) for m in model.modules()]
-    modes = [module.training for module in modules]
-    for model in models:
-        if isinstance(model, nn.Module):
-            model.eval()
+def _run(model: nn.Module | Path, inputs: Inputs) -> dict[str, torch.Tensor]:
+    runner = OnnxRunner(model) if isinstance(model, Path) else TorchRunner(model)
     try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
+        return runner.run(inputs.of(model))
+    except BnconvertError:
+        raise
+    except Exception as error:
+        raise BnconvertError(
+            f"{runner.name}: does not run on {inputs.described}: {error}"
+        ) from error
 
 
-def _difference(name: str, value: torch.Tensor, reference: torch.Tensor) -> OutputDifference:
-    relative = relative_difference(value, reference)
+@dataclass(frozen=True)
+class _Pairs:
+    differences: tuple[Difference, ...]
+    unpaired: int
+
+
+def _layer_pairs(models: list[nn.Module | Path], inputs: Inputs) -> _Pairs:
+    values, reference = (
+        onnx_layers(model, inputs.of(model))
+        if isinstance(model, Path)
+        else module_layers(model, inputs.of(model))
+        for model in models
+    )
+    paired = [name for name in values if name in reference]
+    return _Pairs(
+        tuple(
+            _difference(name, values[name], reference[name], _remark(name, models))
+            for name in paired
+        ),
+        len(values) + len(reference) - 2 * len(paired),
+    )
+
+
+def _remark(name: str, models: list[nn.Module | Path]) -> str:
+    """Say where the weights of a layer differ between two modules: folding moves them."""
+    own = []
+    for model in models:
+        layer = dict(model.named_modules()).get(name) if isinstance(model, nn.Module) else None
+        if layer is None:
+            return ""
+        own.append(dict(layer.named_parameters(recurse=False)))
+    same = own[0].keys() == own[1].keys() and all(
+        own[0][key].shape == own[1][key].shape and bool((own[0][key] == own[1][key]).all())
+        for key in own[0]
+    )
+    return "" if same else "its weights differ"
+
+
+def _difference(
+    name: str, value: torch.Tensor, reference: torch.Tensor, remark: str = ""
+) -> Difference:
     absolute = float("inf")
     if value.shape == reference.shape:
         gap = (value.double() - reference.double()).abs()
         absolute = gap.max().item() if gap.numel() else 0.0
-    return OutputDifference(name, tuple(value.shape), relative, absolute)
+    relative = relative_difference(value, reference)
+    return Difference(name, tuple(value.shape), relative, absolute, remark)
 
 
 def _has_classes(value: torch.Tensor, reference: torch.Tensor) -> bool:

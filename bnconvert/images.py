@@ -9,7 +9,7 @@ import torch
 from bnconvert.errors import BnconvertError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -30,19 +30,43 @@ def image_paths(folder: Path) -> list[Path]:
 
 
 def load_images(folder: Path, config: dict[str, Any]) -> torch.Tensor:
-    """Return all images of a folder as one batch, (images, channels, height, width).
+    """Return all images of a folder, resized and cropped for a timm model but not normalised.
 
     Args:
         folder: See `image_paths`.
         config: timm's data configuration, see `bnconvert.arguments.data_config`.
+
+    Returns:
+        uint8, (images, height, width, 3).
 
     Raises:
         BnconvertError: There is no image, or one cannot be read.
     """
     from timm.data import create_transform
 
-    transform = create_transform(**config, is_training=False)
-    return torch.stack([_load(path, transform) for path in image_paths(folder)])
+    shape = {**config, "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    transform = create_transform(**shape, is_training=False)
+    images = torch.stack([_load(path, transform) for path in image_paths(folder)])
+    return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+    """Turn decoded images into what a model takes.
+
+    The operations and their order are those of torchvision's `ToTensor` and `Normalize`, so the
+    values are equal to the last bit: divide by 255, subtract the mean, divide by the deviation.
+
+    Args:
+        images: uint8, (batch, height, width, channels).
+        mean: One value per channel, for pixels between 0 and 1.
+        std: Likewise.
+
+    Returns:
+        float32, (batch, channels, height, width).
+    """
+    center = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
+    deviation = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+    return (images.permute(0, 3, 1, 2).to(torch.float32) / 255 - center) / deviation
 
 
 def _load(path: Path, transform: Callable[[Any], torch.Tensor]) -> torch.Tensor:

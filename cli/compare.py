@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bnconvert.cli.output import json_option, show
+from bnconvert.cli.output import UsageError, json_option, note, show
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 @click.option("--checkpoint-a", metavar="FILE", help="Load these weights into A.")
 @click.option("--checkpoint-b", metavar="FILE", help="Load these weights into B.")
 @click.option("--images", metavar="DIR", help="Compare on the images in this folder.")
+@click.option("--layers", is_flag=True, help="Also show the difference of every layer.")
+@click.option(
+    "--plot", metavar="FILE", help="Draw the differences of layers into an .svg or .png file."
+)
+@click.option("--force", is_flag=True, help="Replace an existing picture.")
 @click.option(
     "--tolerance",
     type=float,
@@ -34,6 +39,9 @@ def command(
     checkpoint_a: str | None,
     checkpoint_b: str | None,
     images: str | None,
+    layers: bool,
+    plot: str | None,
+    force: bool,
     tolerance: float,
     as_json: bool,
 ) -> None:
@@ -42,16 +50,31 @@ def command(
     Both run on the same random inputs, or on the images of a folder prepared as the model wants.
     """
     from bnconvert.comparison import compare
+    from bnconvert.export.plot import check_plot, plot_differences
 
-    comparison = compare(_load(a, checkpoint_a), _load(b, checkpoint_b), images=images)
+    if force and not plot:
+        raise UsageError("--force: there is no --plot to replace; leave it out")
+    if plot:
+        check_plot(Path(plot), overwrite=force)
+    comparison = compare(
+        _load(a, checkpoint_a, "--checkpoint-a"),
+        _load(b, checkpoint_b, "--checkpoint-b"),
+        images=images,
+        layers=layers or plot is not None,
+    )
     show(comparison, as_json)
+    if plot:
+        plot_differences(comparison, Path(plot), overwrite=force)
     if not comparison.largest_difference <= tolerance:
+        note(f"the models differ by more than --tolerance {tolerance:g}")
         sys.exit(1)
 
 
-def _load(spec: str, checkpoint: str | None) -> nn.Module | Path:
+def _load(spec: str, checkpoint: str | None, option: str) -> nn.Module | Path:
     path = Path(spec)
-    if path.suffix == ".onnx" or (path.is_file() and not path.is_dir()):
+    if path.suffix == ".onnx" or path.is_file():
+        if checkpoint:
+            raise UsageError(f"{option}: {spec} is an ONNX file with its own weights; leave it out")
         return path
     from bnconvert.models import load_model
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
 from bnconvert.cli.output import json_option, model_argument, show
@@ -12,12 +15,27 @@ from bnconvert.cli.output import json_option, model_argument, show
 @click.option("-o", "--output", metavar="FILE", required=True, help="The ONNX file to write.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--opset", type=int, help="Version of the ONNX operator set. [default: 18]")
-@click.option("--static-batch", is_flag=True, help="Fix the batch size to one.")
+@click.option("--static-batch", is_flag=True, help="Fix the batch size to --batch-size.")
+@click.option(
+    "--batch-size", type=int, default=1, show_default=True, help="The size that is fixed."
+)
+@click.option("--dynamic-size", is_flag=True, help="Leave height and width of images open.")
+@click.option("--fp16", is_flag=True, help="Store weights in float16; inputs stay float32.")
+@click.option(
+    "--external-data/--single-file",
+    default=None,
+    help="Store weights in a second file, FILE.data. [default: above 2 GB]",
+)
+@click.option("--no-metadata", is_flag=True, help="Do not describe the model in the file.")
+@click.option(
+    "--with-preprocess", is_flag=True, help="The file takes uint8 images and normalises them."
+)
+@click.option("--softmax", is_flag=True, help="The file gives probabilities.")
 @click.option(
     "--tolerance",
     type=float,
     help="Largest accepted relative difference from the torch model. [default: 1e-4, more where "
-    "float32 itself is further than that from float64]",
+    "float32 itself is further than that from float64; 2e-2 with --fp16]",
 )
 @json_option
 def command(
@@ -25,24 +43,40 @@ def command(
     checkpoint: str | None,
     output: str,
     force: bool,
-    opset: int | None,
+    batch_size: int,
+    fp16: bool,
     static_batch: bool,
-    tolerance: float | None,
+    no_metadata: bool,
+    external_data: bool | None,
+    with_preprocess: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Export MODEL to ONNX, checked in onnxruntime against the torch model.
 
     When the numbers differ, nothing is written and the exit code is 1.
     """
+    import torch
+
+    from bnconvert.arguments import input_size, random_images
     from bnconvert.export import export_onnx
+    from bnconvert.export.files import check_destination
+    from bnconvert.export.metadata import checkpoint_entries
     from bnconvert.models import load_model
 
+    check_destination(Path(output), overwrite=force)
+    loaded = load_model(model, checkpoint)
+    inputs = random_images(input_size(loaded), batch_size) if static_batch else None
     report = export_onnx(
-        load_model(model, checkpoint),
+        loaded,
         output,
-        opset=opset,
+        inputs,
         dynamic_batch=not static_batch,
-        tolerance=tolerance,
+        dtype=torch.float16 if fp16 else None,
+        external_data="auto" if external_data is None else external_data,
+        metadata=False if no_metadata else checkpoint_entries(model, checkpoint),
         overwrite=force,
+        preprocess=with_preprocess,
+        **options,
     )
     show(report, as_json)

@@ -82,7 +82,7 @@ def test_files_and_modules_pair_in_any_way(tmp_path: Path) -> None:
         assert compare(a, b, INPUTS).largest_difference < 1e-6
     same = compare(tmp_path / "net.onnx", tmp_path / "net.onnx")
     assert same.largest_difference == 0.0
-    assert same.inputs == "random inputs"
+    assert same.inputs == "random values"
 
 
 def test_bad_input_gets_one_line(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class NotFinite(nn.Module):
     [
         ("resnet18", IMAGES, r"model: is a str; pass a torch.nn.Module"),
         (make_net, None, r"no timm configuration"),
-        (make_net, 3, r"example_inputs: is a int"),
+        (make_net, 3, r"example_inputs: .* got int"),
         (make_net, (), r"holds no tensor"),
         (make_net, torch.randn(2, 5, 12, 12), r"does not run with batch size 1: .*3 channels"),
         (make_net, (IMAGES, IMAGES), r"does not run"),
@@ -239,7 +239,7 @@ def current_umask() -> int:
 def test_difference_above_the_tolerance_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     path.write_bytes(b"old")
-    with pytest.raises(VerificationError, match=r"differs by .*; accepted is 0.0e\+00"):
+    with pytest.raises(VerificationError, match=r"differs by .* accepted is 0.0e\+00"):
         export_onnx(make_net(), path, IMAGES, tolerance=0.0, overwrite=True)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

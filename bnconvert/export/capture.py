@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from bnconvert.arguments import image_axes
 from bnconvert.errors import BnconvertError
 from bnconvert.runners import first_line
 
 if TYPE_CHECKING:
     from bnconvert.arguments import Arguments
 
+_IMAGE_DIMS = 4
 _TRAINING_ARGUMENT = 5  # of aten::batch_norm(input, weight, bias, mean, var, training, ...)
 
 
@@ -38,8 +40,8 @@ def capture(
         dims = {}
         if dynamic_batch and tensor.ndim and tensor.shape[0] == batch:
             dims[0] = Dim.DYNAMIC
-        if dynamic_size and tensor.ndim == 4:
-            dims |= {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+        if dynamic_size and tensor.ndim == _IMAGE_DIMS:
+            dims |= dict.fromkeys(image_axes(tensor), Dim.DYNAMIC)
         if dims:
             shapes[tensor] = dims
     try:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import onnx_ir as ir
 import torch
 
 from bnconvert.arguments import Arguments, make_arguments
 from bnconvert.errors import BnconvertError
 from bnconvert.export.capture import capture
-from bnconvert.export.files import check_destination, staged
+from bnconvert.export.files import check_destination, save_graph, staged
+from bnconvert.export.half import to_half
+from bnconvert.export.metadata import describe
+from bnconvert.export.opset import check_opset, to_opset
 from bnconvert.export.prepare import prepare
 from bnconvert.export.report import ExportReport
-from bnconvert.export.translate import TRANSLATED_OPSETS, translate
-from bnconvert.export.verify import TOLERANCE, make_cases, verify
+from bnconvert.export.serving import add_preprocess, add_softmax
+from bnconvert.export.translate import translate
+from bnconvert.export.verify import Case, largest_values, make_cases, tolerance_of, verify
 
 if TYPE_CHECKING:
     import os
 
+    import onnx_ir as ir
     from torch import nn
     from torch.export import ExportedProgram
 
-DEFAULT_OPSET = 18
 PROVEN_BATCHES = (1, 2, 5)
+_SECOND_SIZE = (32, 64)  # added to the example's height and width; most models divide by 32
+
+ExternalData = bool | Literal["auto"]
 
 
 def export_onnx(
@@ -35,8 +42,16 @@ def export_onnx(
     *,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    dynamic_size: bool = False,
+    fold: bool = True,
+    rewrite_activations: bool = False,
+    dtype: torch.dtype | None = None,
+    external_data: ExternalData = "auto",
+    metadata: bool | Mapping[str, str] = True,
     tolerance: float | None = None,
     overwrite: bool = False,
+    preprocess: bool = False,
+    softmax: bool = False,
 ) -> ExportReport:
     """Write a model as an ONNX file that is proven equal to it.
 
@@ -46,17 +61,27 @@ def export_onnx(
     model given is not changed.
 
     Args:
-        model: The model; in any mode, with plain, synchronised or frozen BatchNorm.
+        model: The model; in any mode, with plain, synchronised, frozen or folded BatchNorm.
         path: The file to write.
         example_inputs: A tensor, a tuple of positional or a dict of keyword arguments; None for
             images of a timm model's own input size.
-        opset: Version of the ONNX operator set; None is 18.
+        opset: Version of the ONNX operator set; None is 18. Another one is honoured or refused.
         dynamic_batch: Leave the batch size open, and prove sizes 1, 2 and 5; else the file takes
             the batch size of the example.
+        dynamic_size: Leave height and width of images open, and prove a second size.
+        fold: Fold BatchNorm layers first; else they stay BatchNormalization nodes.
+        rewrite_activations: Also fold a BatchNorm before a ReLU into a clamp per channel. Off,
+            because onnxruntime runs BatchNormalization and Relu faster.
+        dtype: None for float32 weights, or `torch.float16`; inputs and outputs stay float32.
+        external_data: Store weights in a second file, `<path>.data`; "auto" does so above 2 GB.
+        metadata: Describe the model in the file's metadata; a mapping gives further entries.
         tolerance: Largest accepted max|a - b| / max|b| of an output against the torch model in
             float32. None is 1e-4, or ten times the torch model's own distance from float64 where
-            that is more, but never more than 1e-2.
+            that is more, but never more than 1e-2; for float16 weights it is 2e-2.
         overwrite: Replace an existing file.
+        preprocess: The file takes uint8 images, (batch, height, width, 3), and normalises them
+            with the mean and deviation of the model's timm configuration.
+        softmax: The file gives probabilities in place of scores.
 
     Returns:
         What was done and proven.
@@ -68,49 +93,83 @@ def export_onnx(
     """
     path = Path(path)
     check_destination(path, overwrite)
-    opset = _check_opset(opset)
+    opset = check_opset(opset)
+    if dtype not in (None, torch.float32, torch.float16):
+        raise BnconvertError(f"dtype: {dtype} is not offered; pass None or torch.float16")
     arguments = make_arguments(model, example_inputs)
     prepared = prepare(model)
     arguments = arguments.to(torch.float32)
-    batches = PROVEN_BATCHES if dynamic_batch else (arguments.batch or 1,)
-    cases = make_cases(prepared.model, [arguments.with_batch(n) for n in batches])
+    entries = _entries(prepared.model, metadata, preprocess=preprocess, softmax=softmax)
+    if preprocess:
+        arguments = add_preprocess(prepared.model, arguments)
+    if softmax:
+        add_softmax(prepared.model)
+    cases = make_cases(prepared.model, _variants(arguments, dynamic_batch, dynamic_size), arguments)
     program = capture(
         prepared.model,
-        _example(arguments, dynamic_batch),
+        _capturable(arguments, dynamic_batch),
         dynamic_batch=dynamic_batch,
-        dynamic_size=False,
+        dynamic_size=dynamic_size,
     )
-    graph = translate(program, opset, list(cases[0].expected))
+    captured = _operations(program)
+    graph = to_opset(translate(program, opset, list(cases[0].expected)), opset)
+    graph.metadata_props.update(entries)
+    notes = list(prepared.notes)
     with staged(path, overwrite) as file:
-        ir.save(graph, file)
-        checks = verify(file, cases, tolerance)
-        size = file.stat().st_size
+        if dtype is torch.float16:
+            notes += _round_to_half(graph, file, cases)
+        save_graph(graph, file, external_data)
+        checks = verify(file, prepared.model, cases, tolerance_of(cases, tolerance, dtype))
+        files = {path.parent / p.name: p.stat().st_size for p in sorted(file.parent.iterdir())}
     return ExportReport(
-        files={path: size},
+        files=files,
         opset=opset,
         fold=None,
-        captured=_operations(program),
-        nodes=dict(Counter(node.op_type for node in graph.graph.all_nodes()).most_common()),
+        captured=captured,
+        nodes=_node_counts(graph),
         checks=checks,
-        tolerance=max(case.limit(tolerance, TOLERANCE[torch.float32]) for case in cases),
-        notes=prepared.notes,
+        tolerance=tolerance_of(cases, tolerance, dtype),
+        notes=tuple(notes),
     )
 
 
-def _check_opset(opset: int | None) -> int:
-    if opset is None:
-        return DEFAULT_OPSET
-    if opset not in TRANSLATED_OPSETS:
-        first, last = TRANSLATED_OPSETS[0], TRANSLATED_OPSETS[-1]
-        raise BnconvertError(f"opset: {opset} is not available; choose one from {first} to {last}")
-    return opset
+def _entries(
+    model: nn.Module, metadata: bool | Mapping[str, str], *, preprocess: bool, softmax: bool
+) -> dict[str, str]:
+    if metadata is False:
+        return {}
+    entries = describe(model, preprocess=preprocess, softmax=softmax)
+    return entries | (dict(metadata) if isinstance(metadata, Mapping) else {})
 
 
-def _example(arguments: Arguments, dynamic_batch: bool) -> Arguments:
+def _variants(arguments: Arguments, dynamic_batch: bool, dynamic_size: bool) -> list[Arguments]:
+    """Return the arguments to prove: each batch size, and a second image size."""
+    batches = PROVEN_BATCHES if dynamic_batch else (arguments.batch or 1,)
+    variants = [arguments.with_batch(batch) for batch in batches]
+    if dynamic_size:
+        variants.append(variants[0].with_larger_images(*_SECOND_SIZE))
+    return variants
+
+
+def _capturable(arguments: Arguments, dynamic_batch: bool) -> Arguments:
     """Return arguments to capture with: torch takes a batch of one for a constant."""
     return arguments.with_batch(2) if dynamic_batch and arguments.batch == 1 else arguments
+
+
+def _round_to_half(graph: ir.Model, file: Path, cases: list[Case]) -> list[str]:
+    """Round a graph to float16 in place, and say what stays in float32."""
+    save_graph(graph, file, external_data="auto")
+    kept = to_half(graph, largest_values(file, cases))
+    for written in file.parent.iterdir():
+        written.unlink()
+    names = ", ".join(kept)
+    return [f"kept in float32, float16 cannot hold their values: {names}"] if kept else []
 
 
 def _operations(program: ExportedProgram) -> dict[str, int]:
     calls = (node for node in program.graph.nodes if node.op == "call_function")
     return dict(Counter(str(node.target).removesuffix(".default") for node in calls).most_common())
+
+
+def _node_counts(graph: ir.Model) -> dict[str, int]:
+    return dict(Counter(node.op_type for node in graph.graph.all_nodes()).most_common())

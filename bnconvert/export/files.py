@@ -11,12 +11,17 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import onnx_ir as ir
 
 from bnconvert.errors import BnconvertError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+LARGEST_SINGLE_FILE = 2_000_000_000
+"""Bytes of weights up to which a model is one file; protobuf itself ends at 2**31 - 1."""
 
 
 def check_destination(path: Path, overwrite: bool) -> None:
@@ -60,6 +65,29 @@ def staged(path: Path, overwrite: bool) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_graph(graph: ir.Model, path: Path, external_data: bool | Literal["auto"]) -> None:
+    """Write a graph as one file, or as two with the weights in `<path>.data`.
+
+    Args:
+        graph: The graph.
+        path: The model file.
+        external_data: Whether to write two files; "auto" does so for more than 2 GB of weights.
+
+    Raises:
+        BnconvertError: One file is asked for, and it would be larger than the format allows.
+    """
+    size = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value)
+    if external_data is False and size > LARGEST_SINGLE_FILE:
+        raise BnconvertError(
+            f"external_data: the weights take {size:,} bytes but one ONNX file holds less than "
+            "2 GB; leave external_data at its default"
+        )
+    if external_data is True or size > LARGEST_SINGLE_FILE:
+        ir.save(graph, path, external_data=f"{path.name}.data")
+    else:
+        ir.save(graph, path)
 
 
 def _sync(path: Path) -> None:

@@ -7,8 +7,6 @@ float32 and without a report; here the same public rewrite rules run without tho
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import itertools
 import re
 from typing import TYPE_CHECKING
@@ -23,15 +21,13 @@ from onnxscript.rewriter.rules import common as rules
 from bnconvert import __version__
 from bnconvert.errors import BnconvertError
 from bnconvert.export.capture import layer_of
+from bnconvert.export.opset import OLDEST_TRANSLATED, quiet_converter
 from bnconvert.runners import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch.export import ExportedProgram
-
-TRANSLATED_OPSETS = range(18, 24)
-"""Opsets that torch translates to directly."""
 
 _RULES = (
     "add_0_rule",
@@ -82,16 +78,21 @@ def translate(program: ExportedProgram, opset: int, outputs: Sequence[str]) -> i
 
     Args:
         program: What `torch.export` captured, in eval mode.
-        opset: One of `TRANSLATED_OPSETS`.
+        opset: The wanted opset; the graph has it, or the nearest that torch translates to.
         outputs: Names to give the outputs.
 
     Raises:
         BnconvertError: An operation has no translation; the text names it.
     """
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress
+        with quiet_converter():
             onnx_program = torch.onnx.export(
-                program, (), dynamo=True, optimize=False, opset_version=opset, verbose=False
+                program,
+                (),
+                dynamo=True,
+                optimize=False,
+                opset_version=max(opset, OLDEST_TRANSLATED),
+                verbose=False,
             )
     except Exception as error:
         raise BnconvertError(_why(error, program)) from error
@@ -177,12 +178,15 @@ def _rename_sizes(graph: ir.Graph) -> None:
         for axis, size in enumerate(value.shape or ()):
             if isinstance(size, ir.SymbolicDim) and size.value is not None:
                 names.setdefault(size.value, _AXIS_NAMES.get(axis, f"dim_{axis}"))
-    values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
-    for value in values:
-        for axis, size in enumerate(value.shape or ()):
-            if isinstance(size, ir.SymbolicDim) and size.value is not None:
-                renamed = _WORD.sub(lambda m: names.get(m[0], m[0]), size.value)
-                value.shape[axis] = ir.SymbolicDim(renamed)  # type: ignore[index]
+    for value in (*graph.inputs, *(out for node in graph.all_nodes() for out in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([_renamed(size, names) for size in value.shape])
+
+
+def _renamed(size: int | ir.SymbolicDim, names: dict[str, str]) -> int | ir.SymbolicDim:
+    if isinstance(size, int) or size.value is None:
+        return size
+    return ir.SymbolicDim(_WORD.sub(lambda match: names.get(match[0], match[0]), size.value))
 
 
 def _scope(node: ir.Node) -> str:

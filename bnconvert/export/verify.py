@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,14 @@ import torch
 
 from bnconvert.errors import BnconvertError, VerificationError
 from bnconvert.export.report import Check
+from bnconvert.layerwise import all_values, module_layers, onnx_layers
 from bnconvert.runners import (
     OnnxRunner,
     RuntimeLevel,
     TorchRunner,
     first_line,
     largest_difference,
+    relative_difference,
 )
 
 if TYPE_CHECKING:
@@ -27,8 +30,11 @@ if TYPE_CHECKING:
 
     from bnconvert.arguments import Arguments
 
-TOLERANCE = {torch.float32: 1e-4}
-"""Largest relative difference from the torch model, by the dtype of the file's weights."""
+TOLERANCE = 1e-4
+"""Largest relative difference of a float32 file from the torch model."""
+
+HALF_TOLERANCE = 2e-2
+"""The same for a file with float16 weights."""
 
 _ROUNDING_FACTOR = 10.0  # other orders of summation, not other formulas
 _ROUNDING_LIMIT = 1e-2
@@ -40,7 +46,7 @@ class Case:
 
     Attributes:
         arguments: In the dtypes that the file takes.
-        size: Height and width where they differ from the example's.
+        size: Height and width of images where they differ from the example's.
         expected: Outputs in float32.
         exact: Outputs of the float64 model; None where it does not run.
     """
@@ -55,42 +61,56 @@ class Case:
         """Difference of the float32 model from the float64 one."""
         return None if self.exact is None else largest_difference(self.expected, self.exact)
 
-    def limit(self, tolerance: float | None, default: float) -> float:
-        """Return the largest difference to accept.
-
-        A tolerance that the user gave is taken as it is. The default gives way, within reason,
-        where float32 itself is further than that from float64.
-        """
-        if tolerance is not None:
-            return tolerance
-        rounding = min(_ROUNDING_FACTOR * (self.rounding or 0.0), _ROUNDING_LIMIT)
-        return max(default, rounding)
+    @property
+    def words(self) -> str:
+        """The case in words."""
+        size = " and images of {}x{}".format(*self.size) if self.size else ""
+        return f"batch size {self.arguments.batch}{size}"
 
 
-def make_cases(model: nn.Module, all_arguments: Sequence[Arguments]) -> list[Case]:
+def make_cases(model: nn.Module, variants: Sequence[Arguments], example: Arguments) -> list[Case]:
     """Run the torch model, in float32 and float64, on each of the arguments.
+
+    Args:
+        model: The prepared copy.
+        variants: What to run.
+        example: The caller's own arguments; a variant of another image size is marked so.
 
     Raises:
         BnconvertError: The model does not run on them, or its own output is not finite.
     """
     exact = _Float64(model)
     cases = []
-    for arguments in all_arguments:
-        try:
-            expected = TorchRunner(model).run(arguments)
-        except Exception as error:
-            raise BnconvertError(
-                f"example_inputs: {type(model).__name__} does not run with batch size "
-                f"{arguments.batch}: {first_line(error)}"
-            ) from error
-        bad = [name for name, value in expected.items() if not bool(value.isfinite().all())]
-        if bad:
-            raise BnconvertError(
-                f"{', '.join(bad)}: the model's own output is not finite on these inputs; "
-                "nothing can be proven about its export"
-            )
-        cases.append(Case(arguments, None, expected, exact.run(arguments)))
+    for arguments in variants:
+        size = arguments.image_size if arguments.image_size != example.image_size else None
+        expected = _run(model, arguments, size)
+        cases.append(Case(arguments, size, expected, exact.run(arguments)))
     return cases
+
+
+def _run(
+    model: nn.Module, arguments: Arguments, size: tuple[int, int] | None
+) -> dict[str, torch.Tensor]:
+    try:
+        expected = TorchRunner(model).run(arguments)
+    except BnconvertError:
+        raise
+    except Exception as error:
+        where, what = "example_inputs", f"with batch size {arguments.batch}"
+        if size:
+            where, what = "dynamic_size", "on images of {}x{}".format(*size)
+        raise BnconvertError(
+            f"{where}: {type(model).__name__} does not run {what}: {first_line(error)}"
+        ) from error
+    if not expected:
+        raise BnconvertError(f"model: {type(model).__name__} returns no tensor")
+    bad = [name for name, value in expected.items() if not bool(value.isfinite().all())]
+    if bad:
+        raise BnconvertError(
+            f"{', '.join(bad)}: the model's own output is not finite on the example inputs; "
+            "nothing can be proven about its export"
+        )
+    return expected
 
 
 class _Float64:
@@ -109,13 +129,45 @@ class _Float64:
             return None
 
 
-def verify(path: Path, cases: Sequence[Case], tolerance: float | None) -> tuple[Check, ...]:
+def tolerance_of(
+    cases: Sequence[Case], tolerance: float | None, dtype: torch.dtype | None
+) -> float:
+    """Return the largest difference to accept.
+
+    A tolerance that the user gave is taken as it is. The default gives way, within reason, where
+    float32 itself is further than that from float64.
+    """
+    if tolerance is not None:
+        return tolerance
+    if dtype is torch.float16:
+        return HALF_TOLERANCE
+    rounding = max(case.rounding or 0.0 for case in cases)
+    return max(TOLERANCE, min(_ROUNDING_FACTOR * rounding, _ROUNDING_LIMIT))
+
+
+def largest_values(path: Path, cases: Sequence[Case]) -> dict[str, float]:
+    """Return the largest absolute value of each value in a file, over all cases."""
+    largest: dict[str, float] = {}
+    for case in cases:
+        values = all_values(path, case.arguments, RuntimeLevel.DISABLE_ALL)
+        for name, value in values.items():
+            if value.numel() and value.is_floating_point():
+                top = value.abs().max().item()
+                top = math.inf if math.isnan(top) else top
+                largest[name] = max(top, largest.get(name, 0.0))
+    return largest
+
+
+def verify(
+    path: Path, model: nn.Module, cases: Sequence[Case], tolerance: float
+) -> tuple[Check, ...]:
     """Check a file's structure and its numbers.
 
     Args:
         path: The model file; external data beside it.
+        model: The prepared copy, asked for its layers when the numbers differ.
         cases: What to run and what to expect.
-        tolerance: Largest accepted relative difference; None is `TOLERANCE`.
+        tolerance: Largest accepted relative difference.
 
     Raises:
         VerificationError: The file is not valid, onnxruntime does not run it, or it differs.
@@ -128,15 +180,19 @@ def verify(path: Path, cases: Sequence[Case], tolerance: float | None) -> tuple[
     for level in RuntimeLevel:
         runner = OnnxRunner(path, level)
         for case in cases:
-            checks.append(_check(runner, level, case))
-            limit = case.limit(tolerance, TOLERANCE[torch.float32])
-            if not checks[-1].difference <= limit:
-                raise VerificationError(_failure(checks[-1], limit))
+            check = _check(runner, level, case)
+            if not check.difference <= tolerance:
+                place = _first_diverging(path, model, case, tolerance)
+                raise VerificationError(_failure(check, case, tolerance, place))
+            checks.append(check)
     return tuple(checks)
 
 
 def _check(runner: OnnxRunner, level: RuntimeLevel, case: Case) -> Check:
-    values = runner.run(case.arguments)
+    try:
+        values = runner.run(case.arguments)
+    except BnconvertError as error:
+        raise VerificationError(f"{error} (with {case.words}, {level})") from error
     return Check(
         batch=case.arguments.batch or 0,
         size=case.size,
@@ -147,9 +203,19 @@ def _check(runner: OnnxRunner, level: RuntimeLevel, case: Case) -> Check:
     )
 
 
-def _failure(check: Check, limit: float) -> str:
-    rounding = "" if check.rounding is None else f", where rounding explains {check.rounding:.1e}"
+def _first_diverging(path: Path, model: nn.Module, case: Case, tolerance: float) -> str:
+    """Return the name of the first layer whose output differs, in the order of execution."""
+    expected = module_layers(model, case.arguments)
+    values = onnx_layers(path, case.arguments)
+    for name, value in expected.items():
+        if name in values and not relative_difference(values[name], value) <= tolerance:
+            return f"the first layer that differs is {name}"
+    return "no single layer differs when looked at alone"
+
+
+def _failure(check: Check, case: Case, tolerance: float, place: str) -> str:
+    rounding = "" if check.rounding is None else f" (rounding explains {check.rounding:.1e})"
     return (
-        f"export: the file differs by {check.difference:.1e} from the torch model at {check.level} "
-        f"with batch size {check.batch}{rounding}; accepted is {limit:.1e}, nothing was written"
+        f"export: the file differs by {check.difference:.1e}{rounding} from the torch model with "
+        f"{case.words} at {check.level}, accepted is {tolerance:.1e}; {place}; nothing was written"
     )
