@@ -1,0 +1,217 @@
+"""`fold_batchnorm`: folding on the user's own module tree, with proof."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from bnconvert.errors import BnconvertError
+from bnconvert.fold.capture import arguments_for, capture, refuse_training_mode, run
+from bnconvert.fold.float64 import in_float64
+from bnconvert.fold.graph import FoldGraph
+from bnconvert.fold.mirror import mirror
+from bnconvert.fold.norms import BatchCall, NormCall, find_norms
+from bnconvert.fold.planner import Group, Planner
+from bnconvert.fold.proof import Proof, check, random_like, relative_difference
+from bnconvert.fold.report import FoldReport, count_ways, layer_report
+from bnconvert.fold.search import Context
+from bnconvert.fold.tree import TreeTarget
+from bnconvert.layers.kinds import Kind
+from bnconvert.plan import Plan
+from bnconvert.report import LayerReport, Outcome
+from bnconvert.selection import Patterns, Selection
+from bnconvert.walk import Norm
+from bnconvert.walk import find_norms as find_layers
+
+if TYPE_CHECKING:
+    from bnconvert.arguments import Arguments
+    from bnconvert.fold.edits import TreeEdit
+    from bnconvert.plan import Undo
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_UNFOLDABLE = {Kind.SCRIPTED, Kind.EXPORTED, Kind.LAZY, Kind.IN_PLACE}
+
+
+def fold_batchnorm(
+    model: ModelT,
+    example_inputs: Any,
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    clone_shared: bool = False,
+    rewrite_activations: bool = True,
+    verify: bool = True,
+) -> ModelT:
+    """Fold every BatchNorm that can be folded exactly, in place.
+
+    Args:
+        model: The model, in eval mode.
+        example_inputs: A tensor, a tuple of positional or a dict of keyword arguments.
+        include: Fold only layers that match: fnmatch patterns on qualified names, or a predicate.
+        exclude: Leave layers that match.
+        clone_shared: Give each name of a module that stands under several its own copy.
+        rewrite_activations: Let ReLU, ReLU6 and Hardtanh become per-channel clamps where a
+            BatchNorm before them can then go into the layers after them.
+        verify: Compare the folded with the original model in float64, and refuse if they differ.
+
+    Returns:
+        The same model.
+
+    Raises:
+        BnconvertError: The model is in training mode, does not run on the inputs, cannot be
+            captured, or a layer's scale or shift is not finite; the model is as it was.
+        VerificationError: The folded model differs; the model is as it was.
+    """
+    return plan_fold_batchnorm(
+        model,
+        example_inputs,
+        include=include,
+        exclude=exclude,
+        clone_shared=clone_shared,
+        rewrite_activations=rewrite_activations,
+        verify=verify,
+    ).apply()
+
+
+def plan_fold_batchnorm(
+    model: ModelT,
+    example_inputs: Any,
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    clone_shared: bool = False,
+    rewrite_activations: bool = True,
+    verify: bool = True,
+) -> Plan[ModelT]:
+    """Return what `fold_batchnorm` would do, proof included; arguments and errors are the same."""
+    layers = find_layers(model)
+    refuse_training_mode(model)
+    selection = Selection(include, exclude)
+    arguments = arguments_for(model, example_inputs)
+    before = run(model, arguments)
+    folding = _Folding(model, layers, selection, arguments)
+    folding.plan(rewrite_activations)
+    proof = folding.prove(before) if verify else None
+    report = FoldReport(
+        "fold", tuple(folding.entries()), proof, count_ways(list(folding.groups.values()))
+    )
+    return Plan(model, report, folding.plan_edits())
+
+
+class _Folding:
+    """One fold of one model: its graph, its groups of norms, and the edits."""
+
+    def __init__(
+        self, model: nn.Module, layers: list[Norm], selection: Selection, arguments: Arguments
+    ) -> None:
+        self.model = model
+        self.layers = layers
+        self.arguments = arguments
+        self.graph = FoldGraph(capture(model, arguments))
+        self.target = TreeTarget(model, self.graph)
+        self.groups: dict[int, Group] = {}
+        self.functions: list[LayerReport] = []
+        self.edits: list[TreeEdit] = []
+        calls, batch = find_norms(self.graph)
+        for layer in layers:
+            own = [call for call in calls if self.target.module_of(call.node) is layer.module]
+            group = Group(own, layer.name, type(layer.module).__name__)
+            group.refusal = self._refusal(layer, own, batch, selection)
+            self.groups[id(layer.module)] = group
+            if group.refusal:
+                self.target.kept[id(layer.module)] = group.refusal
+        self._note_functions(calls, batch)
+
+    def _refusal(
+        self, layer: Norm, calls: list[NormCall], batch: list[BatchCall], selection: Selection
+    ) -> str:
+        reason = selection.why_not(layer)
+        if reason:
+            return reason
+        if layer.kind in _UNFOLDABLE:
+            return f"it is {layer.kind.value}"
+        if any(self.target.module_of(call.node) is layer.module for call in batch):
+            return "it has no running statistics, so that it normalises by the batch in eval mode"
+        if not calls:
+            if self.target.call_count(layer.module):
+                return "its forward is no per-channel scale and shift with fixed values"
+            return "the forward does not call it on the example inputs"
+        return self.target.why_not_removable(layer.module, calls)
+
+    def _note_functions(self, calls: list[NormCall], batch: list[BatchCall]) -> None:
+        """Report calls of `F.batch_norm` outside any BatchNorm layer."""
+        everything: list[NormCall | BatchCall] = [*calls, *batch]
+        for call in everything:
+            functional = isinstance(call, BatchCall) or not call.arithmetic
+            if functional and id(self.target.module_of(call.node)) not in self.groups:
+                owner = type(self.target.module_of(call.node)).__name__
+                reason = f"it is a function called by {owner}, not a layer"
+                if isinstance(call, NormCall):
+                    reason += "; fold_exported can fold it"
+                self.functions.append(
+                    LayerReport(call.path, "batch_norm", Outcome.LEFT, reason=reason)
+                )
+
+    def plan(self, rewrite_activations: bool) -> None:
+        """Fold in the graph and derive the edits of the tree."""
+        context = Context(self.graph, self.target)
+        planner = Planner(context, list(self.groups.values()), rewrite_activations)
+        planner.run()
+        self.edits = self.target.edits(planner, context.changed_sites())
+
+    def entries(self) -> list[LayerReport]:
+        """Return one entry per layer and name, in the order of the model."""
+        entries = [
+            layer_report(self.groups[id(layer.module)], name)
+            for layer in self.layers
+            for name in layer.names
+        ]
+        return entries + self.functions
+
+    def prove(self, before: Any) -> Proof:
+        """Try the edits on mirrors.
+
+        Raises:
+            VerificationError: The results differ.
+        """
+        if not self.edits:
+            return Proof(0.0, 0.0)
+        trial = mirror(self.model, torch.float64)
+        inputs = [self.arguments, random_like(self.arguments, seed=1)]
+        wide = [argument.to(torch.float64) for argument in inputs]
+        with in_float64():
+            originals = [run(trial, argument) for argument in wide]
+            for edit in self.edits:
+                edit.apply(trial)
+            folded = [run(trial, argument) for argument in wide]
+        largest = check(list(map(relative_difference, originals, folded)), "")
+        del trial
+        own = mirror(self.model)
+        for edit in self.edits:
+            edit.apply(own)
+        return Proof(largest, relative_difference(before, run(own, self.arguments)))
+
+    def plan_edits(self) -> list[functools.partial[Undo]]:
+        """Return the edits of the model, the first of which checks that it is as planned."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        versions = [tensor._version for tensor in tensors]
+
+        def unchanged() -> Undo:
+            now = [*self.model.parameters(), *self.model.buffers()]
+            same = len(now) == len(tensors) and all(map(_is, now, tensors))
+            if not same or [tensor._version for tensor in now] != versions:
+                raise BnconvertError(
+                    "fold: the model's weights have changed since it was planned; make a new plan"
+                )
+            return lambda: None
+
+        check_first = functools.partial(unchanged)
+        return [check_first, *(functools.partial(edit.apply, self.model) for edit in self.edits)]
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other

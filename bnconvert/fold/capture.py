@@ -1,0 +1,101 @@
+"""Capturing the graph of a model on example inputs."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bnconvert.arguments import Arguments, make_arguments
+from bnconvert.errors import BnconvertError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders whose frames are not where a user's forward went wrong."""
+
+_NAMED = 3
+"""Modules that an error lists by name."""
+
+
+def arguments_for(model: nn.Module, example_inputs: Any) -> Arguments:
+    """Return the example inputs as arguments, on the device of the model.
+
+    Raises:
+        BnconvertError: They are no tensors, tuples or dicts of tensors.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return make_arguments(model, example_inputs).map(lambda tensor: tensor.to(device))
+
+
+def refuse_training_mode(model: nn.Module) -> None:
+    """Raise if any module is in training mode, naming the first ones.
+
+    Raises:
+        BnconvertError: A module is in training mode.
+    """
+    training = [name or "the model" for name, module in model.named_modules() if module.training]
+    if training:
+        more = f" and {len(training) - _NAMED} more" if len(training) > _NAMED else ""
+        raise BnconvertError(
+            f"fold: {', '.join(training[:_NAMED])}{more}: in training mode, where BatchNorm "
+            "normalises by the batch; call model.eval() first"
+        )
+
+
+def run(model: nn.Module, arguments: Arguments) -> Any:
+    """Run a model without gradients.
+
+    Raises:
+        BnconvertError: The model does not run on these inputs.
+    """
+    with torch.no_grad():
+        try:
+            return model(*arguments.args, **arguments.kwargs)
+        except Exception as error:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in arguments.tensors)
+            raise BnconvertError(
+                f"fold: the model does not run on example_inputs of shape {shapes}: "
+                f"{first_line(error)}; pass inputs that it accepts"
+            ) from error
+
+
+def capture(model: nn.Module, arguments: Arguments) -> ExportedProgram:
+    """Return the exported program of a model's forward.
+
+    Raises:
+        BnconvertError: The forward cannot be captured as a graph; the text says where.
+    """
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(model, arguments.args, arguments.kwargs, strict=False)
+        except Exception as error:
+            raise BnconvertError(
+                f"fold: the model's forward cannot be captured as a graph{_place(error)}: "
+                f"{first_line(error)}; folding needs a forward without control flow that depends "
+                "on data"
+            ) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _place(error: Exception) -> str:
+    """Return " at file:line" of the innermost frame that is the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(("<", *_LIBRARIES))

@@ -1,0 +1,145 @@
+"""`fold_exported`: folding in an exported program, where every call stands for itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.export import ExportedProgram
+
+from bnconvert.arguments import Arguments
+from bnconvert.errors import BnconvertError
+from bnconvert.fold.graph import FoldGraph
+from bnconvert.fold.interpret import run_in_float64, user_inputs
+from bnconvert.fold.norms import find_norms
+from bnconvert.fold.planner import Group, Planner
+from bnconvert.fold.proof import Proof, check, random_like, relative_difference
+from bnconvert.fold.rebuild import drop_unused, rebuild, set_affine, set_weights
+from bnconvert.fold.report import FoldReport, count_ways, layer_report
+from bnconvert.fold.search import Context
+from bnconvert.report import LayerReport, Outcome
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from bnconvert.fold.norms import NormCall
+    from bnconvert.fold.sites import Site
+
+
+class GraphTarget:
+    """Allows everything: in a graph, each call has weights of its own and nothing else looks on."""
+
+    def check_site(self, site: Site) -> None:
+        """Allow."""
+
+    def check_norm(self, call: NormCall) -> None:
+        """Allow."""
+
+    def check_activation(self, node: fx.Node) -> None:
+        """Allow."""
+
+    def check_edge(self, producer: fx.Node, reader: fx.Node) -> None:
+        """Allow."""
+
+    def check_removal(self, call: NormCall) -> None:
+        """Allow."""
+
+    def note_removal(self, call: NormCall) -> None:
+        """Nothing to note."""
+
+
+class ExportedPlan:
+    """The report of a fold of an exported program, and the folded program.
+
+    Attributes:
+        report: What becomes of each norm.
+    """
+
+    def __init__(self, program: ExportedProgram, report: FoldReport) -> None:
+        self.report = report
+        self._program = program
+
+    def apply(self) -> ExportedProgram:
+        """Return the folded program; the original is not changed."""
+        return self._program
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def fold_exported(
+    exported_program: ExportedProgram, *, rewrite_activations: bool = True, verify: bool = True
+) -> ExportedProgram:
+    """Return a program in which every norm that can be folded exactly is folded.
+
+    Beyond `fold_batchnorm`, calls of `F.batch_norm` and of activation functions, norms written as
+    arithmetic, and modules called several times are folded as well, because every call has weights
+    of its own in a graph.
+
+    Args:
+        exported_program: The program, exported from a model in eval mode; not changed.
+        rewrite_activations: Let ReLU, ReLU6, Hardtanh and clamps become per-channel clamps.
+        verify: Compare the folded with the original graph in float64, and refuse if they differ.
+
+    Raises:
+        BnconvertError: The argument is no exported program, or a channel's scale or shift is not
+            finite or overflows.
+        VerificationError: The folded program differs.
+    """
+    return plan_fold_exported(
+        exported_program, rewrite_activations=rewrite_activations, verify=verify
+    ).apply()
+
+
+def plan_fold_exported(
+    exported_program: ExportedProgram, *, rewrite_activations: bool = True, verify: bool = True
+) -> ExportedPlan:
+    """Return the folded program with its report; arguments and errors as for `fold_exported`."""
+    if not isinstance(exported_program, ExportedProgram):
+        raise BnconvertError(
+            f"fold: expected an ExportedProgram, got {type(exported_program).__name__}; use "
+            "fold_batchnorm for a module"
+        )
+    graph = FoldGraph(exported_program)
+    calls, batch = find_norms(graph)
+    groups = [Group([call], call.path or call.node.name, call.type) for call in calls]
+    context = Context(graph, GraphTarget())
+    planner = Planner(context, groups, rewrite_activations)
+    planner.run()
+    for site in context.changed_sites():
+        set_weights(graph, site)
+    for group in groups:
+        if group.move is None and group.calls[0].changed:
+            set_affine(graph, group.calls[0])
+    drop_unused(graph)
+    folded = rebuild(graph)
+    proof = _prove(graph, folded) if verify else None
+    entries = [layer_report(group, group.name) for group in groups]
+    entries += [_left(call.path or call.node.name, call.type) for call in batch]
+    report = FoldReport("fold", tuple(dict.fromkeys(entries)), proof, count_ways(groups))
+    return ExportedPlan(folded, report)
+
+
+def _left(name: str, kind: str) -> LayerReport:
+    reason = "it has no running statistics, so that it normalises by the batch in eval mode"
+    return LayerReport(name, kind, Outcome.LEFT, reason=reason)
+
+
+def _prove(graph: FoldGraph, folded: ExportedProgram) -> Proof:
+    program = graph.program
+    original = FoldGraph(program)
+    inputs = user_inputs(program)
+    random = list(random_like(Arguments(tuple(inputs), {}), seed=1).args)
+    largest = check(
+        [
+            relative_difference(run_in_float64(original, values), run_in_float64(graph, values))
+            for values in (inputs, random)
+        ],
+        "",
+    )
+    if program.example_inputs is None:
+        return Proof(largest, None)
+    args, kwargs = program.example_inputs
+    with torch.no_grad():
+        before, after = (each.module()(*args, **kwargs) for each in (program, folded))
+    return Proof(largest, relative_difference(before, after))

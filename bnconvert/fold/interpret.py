@@ -1,0 +1,77 @@
+"""Running a captured graph in float64, with the constants that folding added."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from bnconvert.fold.float64 import in_float64
+from bnconvert.fold.graph import operation
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from bnconvert.fold.graph import FoldGraph
+
+
+def user_inputs(program: ExportedProgram) -> list[Any]:
+    """Return the flattened inputs of a program: its examples, or random values of their shape."""
+    if program.example_inputs is not None:
+        return pytree.tree_leaves(program.example_inputs)
+    names = {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    }
+    placeholders = program.graph.find_nodes(op="placeholder")
+    generator = torch.Generator().manual_seed(0)
+    return [_random(node, generator) for node in placeholders if node.name in names]
+
+
+def _random(node: fx.Node, generator: torch.Generator) -> Any:
+    fake = node.meta.get("val")
+    if not isinstance(fake, Tensor):
+        return fake
+    shape = [size if isinstance(size, int) else size.node.hint for size in fake.shape]
+    if fake.is_floating_point():
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(fake.device, fake.dtype)
+    return torch.zeros(shape, dtype=fake.dtype, device=fake.device)
+
+
+def run_in_float64(graph: FoldGraph, inputs: list[Any]) -> Any:
+    """Run a graph with all floating point values in float64.
+
+    Args:
+        graph: The graph, as captured or with edits.
+        inputs: The user inputs, flattened.
+
+    Returns:
+        The output.
+    """
+    remaining = iter(inputs)
+    values = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if graph.is_constant(node):
+            fake = node.meta.get("val")
+            value = graph.value(node)
+            values.append(value.to(fake.device) if isinstance(fake, Tensor) else value)
+        else:
+            value = next(remaining)
+            wide = isinstance(value, Tensor) and value.is_floating_point()
+            values.append(value.double() if wide else value)
+    module = fx.GraphModule(graph.program.graph_module, graph.graph)
+    with in_float64():
+        return _Interpreter(module).run(*values)
+
+
+class _Interpreter(fx.Interpreter):
+    """Skips the checks of dtypes that a captured graph holds."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        return None if operation(n) == "_assert_tensor_metadata" else super().run_node(n)
