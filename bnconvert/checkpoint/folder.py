@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from bnconvert.checkpoint import metadata
 from bnconvert.checkpoint.names import listed
-from bnconvert.checkpoint.probe import inside
+from bnconvert.checkpoint.probe import Probe, inside
+from bnconvert.checkpoint.registry import Format, Options
 from bnconvert.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from bnconvert.checkpoint.record import Weights
 
 NAMES = (
     "model.safetensors.index.json",
@@ -137,3 +143,14 @@ def _only(folder: Path, files: list[str]) -> Path | None:
     if len(weights) > 1:
         raise CheckpointError(f"{folder}: holds several files of weights ({listed(weights)})")
     return inside(folder, weights[0]) if weights else None
+
+
+def _read(found: Probe, options: Options) -> Weights:
+    file, note = weights_in(found.path)
+    weights = options.read(file)
+    weights.notes.insert(0, note)
+    weights.architecture = weights.architecture or metadata.architecture_of(file.parent)
+    return weights
+
+
+FORMAT = Format("folder", lambda found: found.is_folder, _read)

@@ -167,6 +167,17 @@ def _list(values: Any = (), *_: Any) -> list[Any]:
     return list(values)
 
 
+@allowed(
+    "torch.jit._pickle.build_intlist",
+    "torch.jit._pickle.build_doublelist",
+    "torch.jit._pickle.build_boollist",
+    "torch.jit._pickle.build_tensorlist",
+    "torch.jit._pickle.restore_type_tag",
+)
+def _script_list(values: Any, *_: Any) -> Any:
+    return values
+
+
 @allowed("builtins.tuple")
 def _tuple(values: Any = ()) -> tuple[Any, ...]:
     return tuple(_list(values))

@@ -13,22 +13,8 @@ from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
 
 HEAD = 1024
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a reader is asked for.
-
-    Attributes:
-        weights: "auto", "raw" or "ema".
-        allow: Names of classes admitted as inert stand-ins.
-    """
-
-    weights: str = "auto"
-    allow: Iterable[str] = ()
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from bnconvert.checkpoint import names
 from bnconvert.checkpoint.formats import read_path
-from bnconvert.checkpoint.probe import Options
 from bnconvert.checkpoint.record import Checkpoint, Weights
 from bnconvert.checkpoint.tensors import LazyTensors
 from bnconvert.errors import CheckpointError
@@ -45,7 +44,7 @@ def load_checkpoint(
         raise CheckpointError(f"weights is {weights!r}; choose 'auto', 'raw' or 'ema'")
     path = Path(path)
     try:
-        found = read_path(path, Options(weights, tuple(allow_globals)))
+        found = read_path(path, weights, tuple(allow_globals))
         _rename(found, prefix)
     except CheckpointError as error:
         if str(path) in str(error):

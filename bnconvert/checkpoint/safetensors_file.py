@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bnconvert.checkpoint import metadata
+from bnconvert.checkpoint.record import Weights
+from bnconvert.checkpoint.registry import Format, Options, only_raw
 from bnconvert.checkpoint.tensors import LazyTensor, from_segment
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from bnconvert.checkpoint.probe import Probe
     from bnconvert.checkpoint.source import SourceFile
 
 MAX_HEADER = 100_000_000
@@ -39,7 +43,7 @@ DTYPES = {
 }
 
 
-def header_length(start: bytes, size: int) -> int | None:
+def header_length(start: bytes) -> int | None:
     """Return the length of the header if these first bytes can begin a safetensors file."""
     if len(start) < 9 or start[8:9] != b"{":
         return None
@@ -57,7 +61,7 @@ def read_header(file: SourceFile) -> tuple[dict[str, LazyTensor], dict[str, str]
             cover the rest of the file exactly once.
     """
     start = file.read(0, min(9, file.size))
-    length = header_length(start, file.size)
+    length = header_length(start)
     if length is None:
         raise CheckpointError(f"{file.path}: is no safetensors file")
     if length > min(MAX_HEADER, file.size - 8):
@@ -128,3 +132,17 @@ def _check_spans(file: SourceFile, spans: list[tuple[int, int, str]], nbytes: in
             f"{file.path}: its tensors take {position} bytes but {nbytes} follow the header; the "
             "file is damaged or cut"
         )
+
+
+def _matches(found: Probe) -> bool:
+    return found.file is not None and header_length(found.head) is not None
+
+
+def _read(found: Probe, options: Options) -> Weights:
+    tensors, texts = read_header(found.source)
+    weights = Weights(tensors)
+    metadata.read(weights, texts)
+    return only_raw(weights, options)
+
+
+FORMAT = Format("safetensors", _matches, _read)

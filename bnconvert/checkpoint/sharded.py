@@ -9,6 +9,7 @@ from bnconvert.checkpoint import metadata
 from bnconvert.checkpoint.names import listed
 from bnconvert.checkpoint.probe import Probe, inside
 from bnconvert.checkpoint.record import Weights
+from bnconvert.checkpoint.registry import Format, Options
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -89,3 +90,10 @@ def _parse(probe: Probe) -> dict[str, Any]:
     if not isinstance(index, dict):
         raise CheckpointError(f"{probe.path}: is not an index of shards")
     return index
+
+
+def _read(found: Probe, options: Options) -> Weights:
+    return read_index(found, options.read)
+
+
+FORMAT = Format("sharded", is_index, _read)

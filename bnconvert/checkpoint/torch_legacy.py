@@ -9,12 +9,15 @@ from bnconvert.checkpoint.pickle_policy import check
 from bnconvert.checkpoint.pickle_reader import PickleReader
 from bnconvert.checkpoint.pickle_values import Storage
 from bnconvert.checkpoint.pickle_vm import PickleMachine
+from bnconvert.checkpoint.registry import Format, Options, from_tree
 from bnconvert.checkpoint.torch_zip import storage_identifier
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bnconvert.checkpoint.probe import Probe
+    from bnconvert.checkpoint.record import Weights
     from bnconvert.checkpoint.source import Extent
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -96,3 +99,10 @@ def _place(
         position += 8 + nbytes
     for part, storage in storages.views:
         part.segment, part.big_endian = storage.segment, big_endian
+
+
+def _read(found: Probe, options: Options) -> Weights:
+    return from_tree(read_pickle(found.source.extent(), options.allow), options)
+
+
+FORMAT = Format("torch legacy", lambda found: found.head.startswith(MAGIC), _read)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from bnconvert.checkpoint import metadata, torchscript
 from bnconvert.checkpoint.archive import Archive
 from bnconvert.checkpoint.layouts import holds_module
 from bnconvert.checkpoint.pickle_calls import STORAGE_TYPES
 from bnconvert.checkpoint.pickle_policy import check
 from bnconvert.checkpoint.pickle_reader import PickleReader
-from bnconvert.checkpoint.pickle_values import Global, Storage
+from bnconvert.checkpoint.pickle_values import Global, Instance, Storage
 from bnconvert.checkpoint.pickle_vm import PickleMachine
+from bnconvert.checkpoint.registry import Format, Options, from_tree, only_raw
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from bnconvert.checkpoint.probe import Probe
+    from bnconvert.checkpoint.record import Weights
     from bnconvert.checkpoint.source import Extent
 
 
@@ -103,3 +107,18 @@ def read_pickle(extent: Extent, allow: Iterable[str] = ()) -> tuple[Any, str]:
 
 def _is_script_object(value: Any) -> bool:
     return getattr(value, "type", "").startswith("__torch__")
+
+
+def _read(found: Probe, options: Options) -> Weights:
+    tree, kind = read_pickle(found.source.extent(), options.allow)
+    if kind == "TorchScript" and isinstance(tree, Instance) and found.archive is not None:
+        weights = only_raw(torchscript.weights_of(tree, found.archive), options)
+        weights.format = kind
+        return weights
+    weights = from_tree(tree, options, kind)
+    if found.archive is not None and found.zip_has(metadata.ZIP_MEMBER):
+        metadata.read_member(weights, found.archive)
+    return weights
+
+
+FORMAT = Format("torch zip", lambda found: found.zip_has("data.pkl"), _read)
