@@ -11,6 +11,7 @@ from bnconvert.arguments import Arguments
 from bnconvert.errors import BnconvertError
 from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.interpret import run_in_float64, user_inputs
+from bnconvert.fold.merge import merge_branches
 from bnconvert.fold.norms import find_norms
 from bnconvert.fold.planner import Group, Planner
 from bnconvert.fold.proof import Proof, check, random_like, relative_difference
@@ -106,6 +107,11 @@ def plan_fold_exported(
     context = Context(graph, GraphTarget())
     planner = Planner(context, groups, rewrite_activations)
     planner.run()
+    while merged := merge_branches(context):
+        for branch in merged:
+            for call in branch.norms:
+                planner.note_merged(call, branch.node)
+        planner.run()
     for site in context.changed_sites():
         set_weights(graph, site)
     for group in groups:

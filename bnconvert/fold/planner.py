@@ -36,7 +36,8 @@ class Group:
         type: Class name, or the operation's name for a norm outside any module.
         refusal: Why the norm must be left, known beforehand; "" if it may be folded.
         move: What was done; None while the norm is left.
-        how: Which way it went: "backward", "forward" or "split".
+        how: Which way it went: "backward", "forward", "split" or "merged".
+        merged_into: The convolutions of merged branches that it became part of.
         reasons: Why each way is barred, in the last round.
     """
 
@@ -46,6 +47,7 @@ class Group:
     refusal: str = ""
     move: Move | None = None
     how: str = ""
+    merged_into: list[fx.Node] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -57,7 +59,7 @@ class Group:
     def targets(self) -> list[str]:
         """What the norm went into, by qualified name."""
         assert self.move is not None  # noqa: S101 (asked of folded norms)
-        nodes = [absorption.into.node for absorption in self.move.absorptions]
+        nodes = [absorption.into.node for absorption in self.move.absorptions] + self.merged_into
         return list(dict.fromkeys(path_of(node) or node.name for node in nodes))
 
 
@@ -125,6 +127,12 @@ class Planner:
                 for group in self.groups:
                     if group.move is None and not group.refusal:
                         progress |= self._try(group, how)
+
+    def note_merged(self, call: NormCall, into: fx.Node) -> None:
+        """Record that a norm became part of a convolution that stands for several branches."""
+        for group in self.groups:
+            if call in group.calls:
+                group.move, group.how, group.merged_into = Move(), "merged", [into]
 
     def _check_finite(self) -> None:
         for group in self.groups:

@@ -57,7 +57,12 @@ def _now(group: Group) -> str:
     into = ", ".join(targets[:2])
     if len(targets) > 2:
         into += f" and {len(targets) - 2} more"
-    way = {"backward": "into", "forward": "forward into", "split": "back and forward into"}
+    way = {
+        "backward": "into",
+        "forward": "forward into",
+        "split": "back and forward into",
+        "merged": "with its branches into",
+    }
     across = ", across its activation" if group.move.clamps else ""
     return f"{way[group.how]} {into}{across}"
 

@@ -146,7 +146,11 @@ class Context:
 
     def changed_sites(self) -> list[Site]:
         """Return the sites that something was folded into."""
-        return [site for site in self._sites.values() if site is not None and site.changed]
+        return [
+            site
+            for site in self._sites.values()
+            if site is not None and site.changed and not site.node._erased
+        ]
 
 
 def reads_shape_only(user: fx.Node, node: fx.Node) -> bool:

@@ -33,6 +33,7 @@ class Site:
         layout: How channels lie in the weight.
         output_axis: Dimension of the output that holds its channels.
         input_axis: Dimension of the input that holds its channels.
+        rank: Number of spatial dimensions.
         pads_zeros: Whether some output reads padding zeros, or only part of the kernel.
     """
 
@@ -53,12 +54,18 @@ class Site:
         self.bias = bias
         self.layout = layout
         self.pads_zeros = pads_zeros
+        self.rank = rank
         self.output_axis = len(graph.shape(node)) - 1 - rank
         self.input_axis = len(graph.shape(source)) - 1 - rank
         self._graph = graph
         self._out_scale: Tensor | None = None
         self._in_scale: Tensor | None = None
         self._bias = graph.value(bias) if bias is not None else None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the operation by name, defaults included."""
+        return _arguments(self.node)
 
     @property
     def channels(self) -> tuple[int, int]:
