@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING
 
 from bnconvert.checkpoint import (
     dcp,
+    flax,
     folder,
+    keras,
+    npz,
+    onnx_file,
     pt2,
     safetensors_file,
     sharded,
+    tensorflow,
     torch_legacy,
     torch_zip,
 )
@@ -35,6 +40,11 @@ FORMATS: tuple[Format, ...] = (
     torch_legacy.FORMAT,
     sharded.FORMAT,
     safetensors_file.FORMAT,
+    keras.FORMAT,
+    npz.FORMAT,
+    tensorflow.FORMAT,
+    flax.FORMAT,
+    onnx_file.FORMAT,
 )
 
 
