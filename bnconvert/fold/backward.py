@@ -47,7 +47,7 @@ def move_back(context: Context, node: fx.Node, motion: Motion, reader: fx.Node) 
         raise BlockedError(f"its input comes from {describe(node)}")
     _check_readers(context, node, motion, reader)
     context.target.check_edge(node, reader)
-    move = Move(passed={node})
+    move = Move(passed={node: motion.numbers})
     site = context.site(node)
     if site is not None:
         context.target.check_site(site)

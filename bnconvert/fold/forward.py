@@ -61,7 +61,8 @@ class _Walk:
                 pending.discard(node)
                 if self._read(node):
                     pending |= set(node.users)
-        self._move.passed = set(self._moving) - {start}
+        del self._moving[start]
+        self._move.passed = {node: motion.numbers for node, motion in self._moving.items()}
         return self._move
 
     def _read(self, node: fx.Node) -> bool:

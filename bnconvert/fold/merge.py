@@ -182,7 +182,7 @@ def _arithmetic(context: Context, node: fx.Node, source: fx.Node, channels: int)
     first, second = (
         _factor(context, node, argument, channels)
         if _is_fixed(context.graph, argument)
-        else _expand(context, argument, source)
+        else _expand(context, argument, source)  # type: ignore[arg-type]
         for argument in node.args
     )
     name = operation(node)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from bnconvert.fold.channels import UNTOUCHED
 from bnconvert.fold.graph import FoldGraph, operation
 from bnconvert.fold.motion import BlockedError, describe
 from bnconvert.fold.sites import Site, find_site
@@ -102,25 +105,26 @@ class Move:
     Attributes:
         absorptions: Where the map goes.
         clamps: Activations that become clamps.
-        passed: Nodes whose value changes on the way.
+        passed: Nodes whose value changes on the way, with the channel map of what changes.
     """
 
     absorptions: list[Absorption] = field(default_factory=list)
     clamps: list[Clamp] = field(default_factory=list)
-    passed: set[fx.Node] = field(default_factory=set)
+    passed: dict[fx.Node, Tensor] = field(default_factory=dict)
 
     def add(self, other: Move) -> None:
         """Take over everything of another move.
 
         Raises:
-            BlockedError: Both change the value of the same node.
+            BlockedError: Both change the same part of the value of a node.
         """
-        twice = self.passed & other.passed
-        if twice:
-            raise BlockedError(f"{describe(min(twice, key=str))} is reached in two ways")
+        for node, numbers in other.passed.items():
+            mine = self.passed.get(node, torch.tensor(UNTOUCHED))
+            if ((mine >= 0) & (numbers >= 0)).any():
+                raise BlockedError(f"{describe(node)} is reached in two ways")
+            self.passed[node] = torch.maximum(mine, numbers)
         self.absorptions += other.absorptions
         self.clamps += other.clamps
-        self.passed |= other.passed
 
 
 class Context:
