@@ -59,7 +59,7 @@ class Hdf5File:
             raise CheckpointError(f"{where}: is HDF5; install bnconvert[keras] to read it")
         self.where = where
         target = str(path) if descriptor is None else f"/proc/self/fd/{descriptor}"
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 (our own file, by this interpreter)
             [sys.executable, "-I", str(_CHILD), target, str(MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

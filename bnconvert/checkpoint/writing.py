@@ -39,10 +39,10 @@ def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = False) -> Ite
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(6)}.tmp")
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
+        temporary.chmod(0o666 & ~_umask())
         sync(temporary)
         if overwrite:
-            os.replace(temporary, target)
+            temporary.replace(target)
         else:
             _move_without_replacing(temporary, target)
         sync(target.parent)
@@ -67,7 +67,7 @@ def _move_without_replacing(temporary: Path, target: Path) -> None:
     except FileExistsError as error:
         raise CheckpointError(f"{target}: was created meanwhile; it is left as it is") from error
     except OSError:
-        os.replace(temporary, target)
+        temporary.replace(target)
 
 
 def sync(path: Path) -> None:
@@ -112,11 +112,11 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.iterdir():
-            os.chmod(file, 0o666 & ~_umask())
+            file.chmod(0o666 & ~_umask())
             sync(file)
         sync(temporary)
         check_folder(target)
-        os.rename(temporary, target)
+        temporary.rename(target)
         sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
