@@ -15,9 +15,18 @@ from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.mirror import mirror
 from bnconvert.fold.norms import BatchCall, NormCall, find_norms
 from bnconvert.fold.planner import Group, Planner
-from bnconvert.fold.proof import Proof, check, random_like, relative_difference
+from bnconvert.fold.proof import (
+    LIMIT,
+    Proof,
+    failed_proof,
+    first_difference,
+    random_like,
+    relative_difference,
+)
 from bnconvert.fold.report import FoldReport, count_ways, layer_report
 from bnconvert.fold.search import Context
+from bnconvert.fold.shared import separate_shared
+from bnconvert.fold.topology import record
 from bnconvert.fold.tree import TreeTarget
 from bnconvert.layers.kinds import Kind
 from bnconvert.plan import Plan
@@ -88,12 +97,12 @@ def plan_fold_batchnorm(
     verify: bool = True,
 ) -> Plan[ModelT]:
     """Return what `fold_batchnorm` would do, proof included; arguments and errors are the same."""
-    layers = find_layers(model)
+    find_layers(model)  # refuses what is no module
     refuse_training_mode(model)
     selection = Selection(include, exclude)
     arguments = arguments_for(model, example_inputs)
     before = run(model, arguments)
-    folding = _Folding(model, layers, selection, arguments)
+    folding = _Folding(model, selection, arguments, clone_shared=clone_shared)
     folding.plan(rewrite_activations)
     proof = folding.prove(before) if verify else None
     report = FoldReport(
@@ -106,18 +115,25 @@ class _Folding:
     """One fold of one model: its graph, its groups of norms, and the edits."""
 
     def __init__(
-        self, model: nn.Module, layers: list[Norm], selection: Selection, arguments: Arguments
+        self,
+        model: nn.Module,
+        selection: Selection,
+        arguments: Arguments,
+        *,
+        clone_shared: bool,
     ) -> None:
         self.model = model
-        self.layers = layers
         self.arguments = arguments
-        self.graph = FoldGraph(capture(model, arguments))
-        self.target = TreeTarget(model, self.graph)
+        captured = mirror(model) if clone_shared else model
+        self._separations = separate_shared(captured) if clone_shared else []
+        self.layers = find_layers(captured)
+        self.graph = FoldGraph(capture(captured, arguments))
+        self.target = TreeTarget(captured, self.graph)
         self.groups: dict[int, Group] = {}
         self.functions: list[LayerReport] = []
         self.edits: list[TreeEdit] = []
         calls, batch = find_norms(self.graph)
-        for layer in layers:
+        for layer in self.layers:
             own = [call for call in calls if self.target.module_of(call.node) is layer.module]
             group = Group(own, layer.name, type(layer.module).__name__)
             group.refusal = self._refusal(layer, own, batch, selection)
@@ -161,7 +177,9 @@ class _Folding:
         context = Context(self.graph, self.target)
         planner = Planner(context, list(self.groups.values()), rewrite_activations)
         planner.run()
-        self.edits = self.target.edits(planner, context.changed_sites())
+        folds = self.target.edits(planner, context.changed_sites())
+        self.edits = [*self._separations, *folds] if folds else []
+        self._moved = self.target.modules_ending_in(planner.changed)
 
     def entries(self) -> list[LayerReport]:
         """Return one entry per layer and name, in the order of the model."""
@@ -180,16 +198,21 @@ class _Folding:
         """
         if not self.edits:
             return Proof(0.0, 0.0)
-        trial = mirror(self.model, torch.float64)
         inputs = [self.arguments, random_like(self.arguments, seed=1)]
         wide = [argument.to(torch.float64) for argument in inputs]
+        original, trial = (mirror(self.model, torch.float64) for _ in range(2))
+        for edit in self.edits:
+            edit.apply(trial)
         with in_float64():
-            originals = [run(trial, argument) for argument in wide]
-            for edit in self.edits:
-                edit.apply(trial)
-            folded = [run(trial, argument) for argument in wide]
-        largest = check(list(map(relative_difference, originals, folded)), "")
-        del trial
+            differences = [
+                relative_difference(run(original, argument), run(trial, argument))
+                for argument in wide
+            ]
+            largest = max(differences)
+            if not largest <= LIMIT:
+                name = first_difference(original, trial, wide[0], self._moved)
+                raise failed_proof(largest, name)
+        del original, trial
         own = mirror(self.model)
         for edit in self.edits:
             edit.apply(own)
@@ -209,8 +232,13 @@ class _Folding:
                 )
             return lambda: None
 
-        check_first = functools.partial(unchanged)
-        return [check_first, *(functools.partial(edit.apply, self.model) for edit in self.edits)]
+        if not self.edits:
+            return []
+        return [
+            functools.partial(unchanged),
+            *(functools.partial(edit.apply, self.model) for edit in self.edits),
+            functools.partial(record, self.model, self.edits),
+        ]
 
 
 def _is(one: object, other: object) -> bool:

@@ -1,9 +1,9 @@
-"""Edits of a module tree that carry out folds; each can be undone.
+"""Edits of a module tree that carry out folds; each can be undone, and recorded.
 
 The same edits are applied to float64 mirrors for the proof and to the model itself, so they find
 their module by name and cast their float64 values to the dtype of what they replace. Modules are
-changed in place (a BatchNorm becomes an Identity by taking over its class and state), so that every
-reference to them, also from lists and closures, sees the folded layer.
+changed in place (a BatchNorm becomes an Identity by taking over its class and state). Applied with
+zeros, the edits give a fresh model the structure of a folded one (`bnconvert.fold.topology`).
 """
 
 from __future__ import annotations
@@ -13,41 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from bnconvert.fold.algebra import cast
+from bnconvert.fold.become import become
 from bnconvert.fold.clamp import ChannelClamp
+from bnconvert.fold.mirror import mirror
+from bnconvert.fold.plain import make_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bnconvert.plan import Undo
-
-
-def become(module: nn.Module, other: nn.Module) -> Undo:
-    """Turn a module into another one, keeping its identity and training flag.
-
-    Args:
-        module: The module that changes class and state.
-        other: Where class and state come from; not used otherwise afterwards.
-    """
-    cls, state = module.__class__, module.__dict__
-    training = module.training
-    module.__dict__ = dict(other.__dict__)
-    module.__class__ = other.__class__
-    module.train(training)
-
-    def undo() -> None:
-        module.__class__ = cls
-        module.__dict__ = state
-
-    return undo
-
-
-def _reference(module: nn.Module) -> Tensor | None:
-    """Return a floating point tensor that shows the module's dtype and device."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)
 
 
 @dataclass(frozen=True)
@@ -81,9 +57,7 @@ class RemoveNorm:
         module = root.get_submodule(self.name)
         layers = layers_after_norm(module) or []
         if self.bounds is not None:
-            like = _reference(module)
-            assert like is not None  # noqa: S101 (a norm has statistics)
-            layers = [*layers[:-1], self.bounds.layer(like)]
+            layers = [*layers[:-1], self.bounds.layer(reference(module))]
         for layer in layers:
             layer.train(module.training)
         if len(layers) > 1:
@@ -120,8 +94,7 @@ class ClampActivation:
 
     def apply(self, root: nn.Module) -> Undo:
         """Change the tree and return what takes it back."""
-        like = _reference(root.get_submodule(self.like))
-        assert like is not None  # noqa: S101 (a layer with weights)
+        like = reference(root.get_submodule(self.like))
         return become(root.get_submodule(self.name), self.bounds.layer(like))
 
 
@@ -147,6 +120,30 @@ class NotInPlace:
 
 
 @dataclass(frozen=True)
+class Separate:
+    """One of the names of a shared module gets a copy of its own.
+
+    Attributes:
+        name: Qualified name.
+    """
+
+    name: str
+
+    def apply(self, root: nn.Module) -> Undo:
+        """Change the tree and return what takes it back."""
+        parent, _, child = self.name.rpartition(".")
+        modules = root.get_submodule(parent)._modules
+        shared = modules[child]
+        assert shared is not None  # noqa: S101 (a module stands there)
+        modules[child] = mirror(shared)
+
+        def undo() -> None:
+            modules[child] = shared
+
+        return undo
+
+
+@dataclass(frozen=True)
 class SetAffine:
     """A norm that stays takes in the map of another that followed it.
 
@@ -163,8 +160,7 @@ class SetAffine:
     def apply(self, root: nn.Module) -> Undo:
         """Change the tree and return what takes it back."""
         module = root.get_submodule(self.name)
-        like = _reference(module)
-        assert like is not None  # noqa: S101 (a norm has statistics)
+        like = reference(module)
         return _undo_all(
             set_tensor(module, "weight", self.weight, like, self.name),
             set_tensor(module, "bias", self.bias, like, self.name),
@@ -177,31 +173,35 @@ class SetWeights:
 
     Attributes:
         name: Qualified name.
-        weight: Computes the new weight in float64.
+        weight: Computes the new weight in float64; None keeps what is there.
         bias: The new bias, float64, or None.
-        plain: Makes the layer plain; None for a layer that is.
+        plain: Whether the layer must become plain first.
     """
 
     name: str
-    weight: Callable[[], Tensor]
+    weight: Callable[[], Tensor] | None
     bias: Tensor | None
-    plain: Callable[[nn.Module], Undo] | None = None
+    plain: bool
 
     def apply(self, root: nn.Module) -> Undo:
         """Change the tree and return what takes it back."""
         module = root.get_submodule(self.name)
-        like = _reference(module)
-        assert like is not None  # noqa: S101 (it has a weight)
-        undos = []
-        if self.plain is not None:
-            undos.append(self.plain(module))
-        undos.append(set_tensor(module, "weight", self.weight(), like, self.name))
-        if self.bias is not None:
-            undos.append(set_tensor(module, "bias", self.bias, like, self.name))
+        like = reference(module)
+        weight = None if self.weight is None else self.weight()
+        undos = [make_plain(module)] if self.plain else []
+        for name, values in (("weight", weight), ("bias", self.bias)):
+            if values is not None:
+                undos.append(set_tensor(module, name, values, like, self.name))
         return _undo_all(*undos)
 
 
-TreeEdit = RemoveNorm | ClampActivation | NotInPlace | SetAffine | SetWeights
+TreeEdit = RemoveNorm | ClampActivation | NotInPlace | Separate | SetAffine | SetWeights
+
+
+def reference(module: nn.Module) -> Tensor:
+    """Return a floating point tensor of a layer, which shows its dtype and device."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return next(tensor for tensor in tensors if tensor.is_floating_point())
 
 
 def set_tensor(module: nn.Module, name: str, values: Tensor, like: Tensor, where: str) -> Undo:
@@ -214,8 +214,8 @@ def set_tensor(module: nn.Module, name: str, values: Tensor, like: Tensor, where
         like: Shows dtype and device of a parameter that is added.
         where: Qualified name of the module, for errors.
     """
-    old = getattr(module, name, None)
-    if isinstance(old, Tensor) and name in {**module._parameters, **module._buffers}:
+    old = module._parameters.get(name, module._buffers.get(name))
+    if old is not None:
         new = cast(values, old.dtype, f"{where}.{name}")
         saved = old.detach().clone()
         with torch.no_grad():
@@ -237,40 +237,6 @@ def set_tensor(module: nn.Module, name: str, values: Tensor, like: Tensor, where
             module._parameters[name] = None
 
     return remove
-
-
-def make_plain(cls: type[nn.Module]) -> Callable[[nn.Module], Undo]:
-    """Return an edit that turns a layer which computes its weight into one that stores it.
-
-    Parametrizations and the pre-hooks of weight norm, spectral norm and pruning are dropped; the
-    module's remaining parameters other than `bias` go with them.
-
-    Args:
-        cls: The class that the layer becomes.
-    """
-
-    def apply(module: nn.Module) -> Undo:
-        plain = cls.__new__(cls)
-        plain.__dict__ = {
-            key: value.copy() if isinstance(value, dict) else value
-            for key, value in module.__dict__.items()
-            if not isinstance(value, Tensor)
-        }
-        weight = getattr(module, "weight").detach()  # noqa: B009 (a property when parametrized)
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        plain._parameters = {
-            "weight": nn.Parameter(weight.clone(), requires_grad=trains),
-            "bias": module._parameters.get("bias"),
-        }
-        if parametrize.is_parametrized(module, "bias"):
-            bias = getattr(module, "bias").detach().clone()  # noqa: B009 (a property as well)
-            plain._parameters["bias"] = nn.Parameter(bias, requires_grad=trains)
-        plain._buffers, plain._modules = {}, {}
-        for hooks in ("_forward_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"):
-            plain.__dict__[hooks].clear()
-        return become(module, plain)
-
-    return apply
 
 
 def _undo_all(*undos: Undo) -> Undo:

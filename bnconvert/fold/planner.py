@@ -97,6 +97,7 @@ class Planner:
 
     Attributes:
         groups: The norms, with what became of them.
+        changed: Nodes of the graph as captured whose value folding changes.
         clamps: Lower and upper bounds of the clamps, by the activation that each replaced.
     """
 
@@ -105,6 +106,7 @@ class Planner:
     ) -> None:
         self.groups = list(groups)
         self.clamps: dict[fx.Node, tuple[Tensor, Tensor]] = {}
+        self.changed: set[fx.Node] = set()
         self._context = context
         self._rewrite = rewrite_activations
         for group in self.groups:
@@ -151,6 +153,9 @@ class Planner:
                 group.reasons.append(str(blocked))
             return False
         group.move, group.how = move, how
+        self.changed |= set(move.passed)
+        if how != "backward":
+            self.changed |= {call.node for call in group.calls}
         for call in group.calls:
             self._check_overflow(group, call)
             self._context.target.note_removal(call)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bnconvert.arguments import Arguments, output_tensors
 from bnconvert.errors import VerificationError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LIMIT = 1e-9
 """Largest relative difference in float64 that a fold may make."""
@@ -75,16 +73,60 @@ def random_like(arguments: Arguments, seed: int) -> Arguments:
     return arguments.map(draw)
 
 
-def check(differences: Sequence[float], where: str) -> float:
-    """Return the largest difference.
+def failed_proof(largest: float, where: str) -> VerificationError:
+    """Return the error for a folded model whose outputs differ.
 
-    Raises:
-        VerificationError: It is beyond the limit.
+    Args:
+        largest: The largest relative difference.
+        where: Name of the first layer whose output differs; "" if it is not known.
     """
-    largest = max(differences)
-    if not largest <= LIMIT:
-        raise VerificationError(
-            f"fold: in float64 the folded model differs from the original by {largest:.3g}, "
-            f"relative to the largest value, and {LIMIT:g} is allowed{where}; nothing was changed"
-        )
-    return largest
+    first = f"; the first layer to differ is {where}" if where else ""
+    return VerificationError(
+        f"fold: in float64 the folded model differs from the original by {largest:.3g} relative to "
+        f"the largest value, where {LIMIT:g} is allowed{first}; nothing was changed"
+    )
+
+
+def first_difference(
+    original: nn.Module, folded: nn.Module, arguments: Arguments, moved: set[str]
+) -> str:
+    """Return the name of the first module, in the order of calls, whose output differs.
+
+    Args:
+        original: The model before.
+        folded: The model after, a mirror of it with edits.
+        arguments: What to call both with.
+        moved: Names of modules whose output a right fold changes; they are passed over.
+    """
+    before = _outputs_by_call(original, arguments)
+    after = dict(_outputs_by_call(folded, arguments))
+    for call, output in before:
+        name, _ = call
+        if name in moved or call not in after:
+            continue
+        if not relative_difference(output, after[call]) <= LIMIT:
+            return name or "the model itself"
+    return ""
+
+
+def _outputs_by_call(model: nn.Module, arguments: Arguments) -> list[tuple[tuple[str, int], Any]]:
+    """Return what each call of each module returned, in the order in which the calls ended."""
+    outputs: list[tuple[tuple[str, int], Any]] = []
+    counts: dict[str, int] = {}
+
+    def note(name: str, output: Any) -> None:
+        number = counts[name] = counts.get(name, -1) + 1
+        copies = pytree.tree_map_only(Tensor, torch.clone, output)
+        outputs.append(((name, number), copies))
+
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(*arguments.args, **arguments.kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import fx, nn
-from torch.nn.utils import parametrize
-
+from bnconvert.fold.algebra import batchnorm_affine
 from bnconvert.fold.edits import (
     Bounds,
     ClampActivation,
@@ -16,28 +14,22 @@ from bnconvert.fold.edits import (
     SetWeights,
     TreeEdit,
     layers_after_norm,
-    make_plain,
 )
 from bnconvert.fold.graph import FoldGraph, is_tensor, operation
-from bnconvert.fold.hooks import computes_weight_in_hook, user_hook
+from bnconvert.fold.hooks import user_hook
 from bnconvert.fold.inplace import WAS_INPLACE, shares_memory_with_input, views_of
 from bnconvert.fold.motion import BlockedError, describe
 from bnconvert.fold.norms import NormCall, path_of, stack_of
+from bnconvert.fold.plain import plain_class
+from bnconvert.fold.shared import CLAMPED, FOLDED_INTO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from torch import Tensor
+    from torch import Tensor, fx, nn
 
     from bnconvert.fold.planner import Group, Planner
     from bnconvert.fold.sites import Site
-    from bnconvert.plan import Undo
-
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_PLAIN = (*_CONVS, *_TRANSPOSED, nn.Linear)
-_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
-_STANDARDISED = {"StdConv2d", "ScaledStdConv2d", "StdConv2dSame", "ScaledStdConv2dSame"}
 
 
 class TreeTarget:
@@ -56,9 +48,11 @@ class TreeTarget:
         self._writers: set[str] = set()
         self._calls: dict[int, set[str]] = {}
         self._nodes: dict[int, list[fx.Node]] = {}
+        self._last: dict[str, tuple[str, fx.Node]] = {}
         for node in graph.graph.nodes:
             for call, path in stack_of(node):
                 self._calls.setdefault(id(model.get_submodule(path)), set()).add(call)
+                self._last[call] = (path, node)
             if node.op == "call_function":
                 self._nodes.setdefault(id(self.module_of(node)), []).append(node)
         self._owners: dict[int, set[tuple[int, str]]] = {}
@@ -76,6 +70,10 @@ class TreeTarget:
         """Return how often the captured forward calls a module."""
         return len(self._calls.get(id(module), ()))
 
+    def modules_ending_in(self, nodes: set[fx.Node]) -> set[str]:
+        """Return the names of modules of which some call ends with one of these nodes."""
+        return {path for path, node in self._last.values() if node in nodes}
+
     # -- what the tree allows ---------------------------------------------------------------------
 
     def check_edge(self, producer: fx.Node, reader: fx.Node) -> None:
@@ -91,7 +89,7 @@ class TreeTarget:
         """Raise BlockedError if the site is not the only thing that its layer's weight is for."""
         path, module = path_of(site.node), self.module_of(site.node)
         what = describe(site.node)
-        if not isinstance(module, _PLAIN):
+        if not isinstance(module, FOLDED_INTO):
             raise BlockedError(
                 f"{what} is a function called by {type(module).__name__}, not a layer; "
                 "fold_exported can change it"
@@ -104,7 +102,7 @@ class TreeTarget:
         others = self._other_owners(module)
         if others:
             raise BlockedError(f"a weight of {path} is shared with another module ({others})")
-        if not self._stores_weight(site) and self._plain_class(module) is None:
+        if not self._stores_weight(site) and plain_class(module) is None:
             raise BlockedError(f"{path} ({type(module).__name__}) computes its weight itself")
 
     def _other_owners(self, module: nn.Module) -> str:
@@ -132,22 +130,6 @@ class TreeTarget:
                 return False
         return True
 
-    def _plain_class(self, module: nn.Module) -> type[nn.Module] | None:
-        """Return the class of a layer that stores what this layer computes, if it is known."""
-        cls = type(module)
-        if parametrize.is_parametrized(module):
-            cls = cls.__bases__[0]
-        elif cls.__name__ in _STANDARDISED and cls.__module__.startswith("timm."):
-            if getattr(module, "same_pad", False):
-                from timm.layers.conv2d_same import Conv2dSame
-
-                same: type[nn.Module] = Conv2dSame
-                return same
-            return nn.Conv2d
-        elif not computes_weight_in_hook(module):
-            return None
-        return cls
-
     def check_norm(self, call: NormCall) -> None:
         """Raise BlockedError if a norm that may stay cannot take in a map."""
         module = self.module_of(call.node)
@@ -160,7 +142,7 @@ class TreeTarget:
     def check_activation(self, node: fx.Node) -> None:
         """Raise BlockedError if an activation is not a layer of its own, called once."""
         module = self.module_of(node)
-        if type(module) not in _ACTIVATIONS:
+        if type(module) not in CLAMPED:
             raise BlockedError(
                 f"{describe(node)} is a function, not a layer; fold_exported can change it"
             )
@@ -258,19 +240,12 @@ class TreeTarget:
         return []
 
     def _weights(self, site: Site) -> SetWeights:
-        module = self.module_of(site.node)
-        plain: Callable[[nn.Module], Undo] | None = None
-        if not self._stores_weight(site):
-            cls = self._plain_class(module)
-            assert cls is not None  # noqa: S101 (check_site)
-            plain = make_plain(cls)
+        plain = not self._stores_weight(site)
         return SetWeights(path_of(site.node), site.new_weight, site.new_bias(), plain)
 
 
 def affine_parameters(module: nn.Module, call: NormCall) -> tuple[Tensor, Tensor]:
     """Return the weight and bias with which a norm's statistics give its changed map."""
-    from bnconvert.fold.algebra import batchnorm_affine
-
     mean, var, eps = module.running_mean, module.running_var, module.eps
     bare = batchnorm_affine(mean, var, eps)  # type: ignore[arg-type]
     weight = call.affine.scale / bare.scale
