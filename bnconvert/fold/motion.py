@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from bnconvert.fold.algebra import Affine
+from bnconvert.fold.graph import operation
+from bnconvert.fold.inplace import WAS_INPLACE
 from bnconvert.fold.norms import path_of
 
 if TYPE_CHECKING:
     from torch import Tensor, fx
-
-from bnconvert.fold.graph import operation
 
 
 class BlockedError(Exception):
@@ -78,4 +78,5 @@ def describe(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"the model's input {node.name}"
     path = path_of(node)
-    return f"{path} ({operation(node)})" if path else operation(node)
+    name = operation(node) + ("_" if WAS_INPLACE in node.meta else "")
+    return f"{path} ({name})" if path else name

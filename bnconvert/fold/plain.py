@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bnconvert.errors import BnconvertError
 from bnconvert.fold.become import become
 from bnconvert.fold.hooks import computes_weight_in_hook
 
@@ -38,9 +39,16 @@ def make_plain(module: nn.Module) -> Undo:
     Parametrizations and the pre-hooks of weight norm, spectral norm and pruning are dropped; the
     module's remaining parameters other than `bias` go with them. The weight is left for the caller
     to set.
+
+    Raises:
+        BnconvertError: The layer stores its weight.
     """
     cls = plain_class(module)
-    assert cls is not None  # noqa: S101 (asked of such layers)
+    if cls is None:
+        raise BnconvertError(
+            f"fold: {type(module).__name__} stores its weight and cannot be made plain; build the "
+            "architecture that was folded"
+        )
     plain = cls.__new__(cls)
     plain.__dict__ = {
         key: value.copy() if isinstance(value, dict) else value
