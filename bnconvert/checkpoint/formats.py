@@ -16,12 +16,14 @@ from bnconvert.checkpoint import (
     keras,
     npz,
     onnx_file,
+    pickle_file,
     pt2,
     safetensors_file,
     sharded,
     tensorflow,
     torch_legacy,
     torch_zip,
+    unreadable,
 )
 from bnconvert.checkpoint.probe import probe
 from bnconvert.checkpoint.registry import Format, Options
@@ -44,6 +46,8 @@ FORMATS: tuple[Format, ...] = (
     npz.FORMAT,
     tensorflow.FORMAT,
     flax.FORMAT,
+    *unreadable.FORMATS,
+    pickle_file.FORMAT,
     onnx_file.FORMAT,
 )
 

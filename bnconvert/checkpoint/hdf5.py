@@ -58,7 +58,7 @@ class Hdf5File:
         if importlib.util.find_spec("h5py") is None:
             raise CheckpointError(f"{where}: is HDF5; install bnconvert[keras] to read it")
         self.where = where
-        target = str(path) if descriptor is None else f"/proc/self/fd/{descriptor}"
+        target = str(path) if descriptor is None else f"fd:{descriptor}"
         self._process = subprocess.Popen(  # noqa: S603 (our own file, by this interpreter)
             [sys.executable, "-I", str(_CHILD), target, str(MEMORY)],
             stdin=subprocess.PIPE,

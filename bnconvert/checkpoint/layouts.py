@@ -210,6 +210,8 @@ def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     if key is None:
         raise CheckpointError(f"looks like {layout.name} but holds no weights")
     result = _value_weights(tree[key])
+    if layout.name == "DeepSpeed":
+        _refuse_placeholders(result)
     result.layout = layout.name
     result.averaged = key == ema
     if raw is not None and ema is not None:
@@ -222,6 +224,16 @@ def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     arch = tree.get("arch")
     result.architecture = arch if isinstance(arch, str) else ""
     return result
+
+
+def _refuse_placeholders(result: Weights) -> None:
+    """Refuse a ZeRO-3 file, whose parameters are empty: the values are in other files."""
+    empty = [name for name, tensor in result.tensors.items() if 0 in tensor.shape]
+    if empty:
+        raise CheckpointError(
+            f"is a DeepSpeed ZeRO-3 file: {len(empty)} tensors are empty placeholders "
+            f"({listed(empty, 2)}); run the folder's zero_to_fp32.py and name its result"
+        )
 
 
 def _first(tree: Tree, keys: Iterable[str]) -> str | None:

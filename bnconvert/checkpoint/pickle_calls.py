@@ -313,9 +313,13 @@ STORAGE_TYPES = {
     for module in ("torch", "torch.cuda", "torch.storage")
 }
 
+LOAD_BYTES = "torch.storage._load_from_bytes"
+"""How plain `pickle` writes storages; the interpreter hands it to the reader of torch files."""
+
 REFERENCES = frozenset(
     {
         *CALLS,
+        LOAD_BYTES,
         *TORCH_DTYPES,
         *STORAGE_TYPES,
         "argparse.Namespace",

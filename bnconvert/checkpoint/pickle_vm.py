@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bnconvert.checkpoint import pickle_reader as argument
 from bnconvert.checkpoint.pickle_calls import (
     CALLS,
+    LOAD_BYTES,
     REFERENCES,
     array_state,
     bad,
@@ -52,6 +53,7 @@ class PickleMachine:
         reader: Where the instructions come from.
         persistent: Resolves persistent ids, which torch uses for storages.
         allow: Names admitted as inert stand-ins in addition to the fixed list.
+        load_bytes: Reads a storage that was pickled as the bytes of a torch file.
 
     Attributes:
         unlisted: Names outside the fixed list that the pickle mentioned, in order.
@@ -63,10 +65,12 @@ class PickleMachine:
         reader: PickleReader,
         persistent: Callable[[Any], Any] | None = None,
         allow: Iterable[str] = (),
+        load_bytes: Callable[[Any], Any] | None = None,
     ) -> None:
         self.reader = reader
         self.persistent = persistent
         self.allow = frozenset(allow)
+        self.load_bytes = load_bytes
         self.unlisted: dict[str, None] = {}
         self.called: dict[str, None] = {}
         self.stack: list[Any] = []
@@ -142,6 +146,8 @@ class PickleMachine:
             return reconstruct(*args)
         if name == "copyreg.__newobj__":
             return new_instance(args[0], args[1:])
+        if name == LOAD_BYTES and self.load_bytes is not None:
+            return self.load_bytes(args)
         if name in CALLS:
             return CALLS[name](*args)
         self.called[name] = None

@@ -181,6 +181,16 @@ class Memory:
         """Number of bytes."""
         return len(self.data)
 
+    def part(self, offset: int, nbytes: int, what: str = "a part") -> Memory:
+        """Return a range of these bytes; outside of them is a `CheckpointError`."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(self.data):
+            raise CheckpointError(f"{what} leaves its block; the file is damaged")
+        return Memory(self.data[offset : offset + nbytes])
+
+    def read(self) -> bytes:
+        """Return all bytes."""
+        return self.data
+
     def read_into(self, view: memoryview, offset: int = 0) -> None:
         """Fill `view` with the bytes from `offset` on."""
         view[:] = memoryview(self.data)[offset : offset + view.nbytes]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any
 
 from bnconvert.checkpoint.layouts import holds_module
 from bnconvert.checkpoint.pickle_policy import check
 from bnconvert.checkpoint.pickle_reader import PickleReader
-from bnconvert.checkpoint.pickle_values import Storage
+from bnconvert.checkpoint.pickle_values import Storage, bytes_of
 from bnconvert.checkpoint.pickle_vm import PickleMachine
 from bnconvert.checkpoint.registry import Format, Options, from_tree
+from bnconvert.checkpoint.source import Extent, Memory
 from bnconvert.checkpoint.torch_zip import storage_identifier
 from bnconvert.errors import CheckpointError
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
     from bnconvert.checkpoint.probe import Probe
     from bnconvert.checkpoint.record import Weights
-    from bnconvert.checkpoint.source import Extent
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -48,21 +49,21 @@ class LegacyStorages:
         return part
 
 
-def read_pickle(extent: Extent, allow: Iterable[str] = ()) -> Any:
+def read_pickle(block: Extent | Memory, allow: Iterable[str] = ()) -> Any:
     """Return the object of a legacy torch file.
 
     Args:
-        extent: The whole file.
+        block: The whole file, or one inside another.
         allow: Names of classes admitted as inert stand-ins.
 
     Raises:
         CheckpointError: The file is damaged or asks for what it may not.
     """
-    where = str(extent.file.path)
+    extent = block if isinstance(block, Extent) else None
+    where = str(extent.file.path) if extent else "a storage inside the pickle"
     storages = LegacyStorages()
-    with extent.file.open() as stream:
-        stream.seek(extent.offset)
-        reader = PickleReader(stream, extent.nbytes, extent)
+    with _stream(block) as stream:
+        reader = PickleReader(stream, block.nbytes, extent)
         header = [PickleMachine(reader).run() for _ in range(3)]
         if header[:2] != [MAGIC_NUMBER, PROTOCOL] or not isinstance(header[2], dict):
             raise CheckpointError(f"{where}: is a torch file of an unknown version")
@@ -71,15 +72,36 @@ def read_pickle(extent: Extent, allow: Iterable[str] = ()) -> Any:
         check(machine, where, holds_module, value)
         keys = PickleMachine(reader).run()
     big_endian = header[2].get("little_endian") is False
-    _place(storages, keys, extent, reader.position, big_endian)
+    _place(storages, keys, block, where, reader.position, big_endian)
     return value
 
 
+def load_bytes(args: Any) -> Storage:
+    """Return the storage that plain `pickle` wrote as a torch file inside itself."""
+    block = bytes_of(args[0]) if len(args) == 1 else None
+    storage = read_pickle(block) if isinstance(block, (Extent, Memory)) else None
+    if not isinstance(storage, Storage):
+        raise CheckpointError("a storage inside the pickle is not one; the file is damaged")
+    return storage
+
+
+def _stream(block: Extent | Memory) -> io.BufferedIOBase:
+    if isinstance(block, Memory):
+        return io.BytesIO(block.data)
+    stream = block.file.open()
+    stream.seek(block.offset)
+    return stream
+
+
 def _place(
-    storages: LegacyStorages, keys: Any, extent: Extent, position: int, big_endian: bool
+    storages: LegacyStorages,
+    keys: Any,
+    extent: Extent | Memory,
+    where: str,
+    position: int,
+    big_endian: bool,
 ) -> None:
     """Give every storage its bytes; they follow each other, each after its length."""
-    where = extent.file.path
     if not isinstance(keys, list) or len(set(map(str, keys))) != len(keys):
         raise CheckpointError(f"{where}: lists its storages wrongly; the file is damaged")
     for key in keys:
