@@ -171,4 +171,5 @@ def _plain(norm: Norm, dims: dict[int, int]) -> tuple[type[nn.Module], tuple[str
     known: ForeignSync | None = foreign.describe(norm.module)
     assert known is not None  # noqa: S101 (its kind says so)
     target = foreign.plain_class(norm.module, known, dims[id(norm.module)])
-    return classes.rebase(cls, target), known.attributes
+    library = foreign.library_class(norm.module, known)
+    return classes.rebase(cls, target, library), known.attributes

@@ -63,16 +63,18 @@ class Tree:
             raise BnconvertError(_not_a_module(model))
         self.modules: list[nn.Module] = [model]
         self._model = model
-        self._parents: dict[int, list[tuple[nn.Module, str]]] = {id(model): []}
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._parents: dict[int, dict[int, tuple[nn.Module, list[str]]]] = {id(model): {}}
         stack: list[Iterator[tuple[nn.Module, str, nn.Module | None]]] = [_edges(model)]
         while stack:
             for parent, name, child in stack[-1]:
                 if child is None:
                     continue
-                if id(child) in self._parents:
-                    self._parents[id(child)].append((parent, name))
+                known = id(child) in self._parents
+                edges = self._parents.setdefault(id(child), {})
+                edges.setdefault(id(parent), (parent, []))[1].append(name)
+                if known:
                     continue
-                self._parents[id(child)] = [(parent, name)]
                 self.modules.append(child)
                 stack.append(_edges(child))
                 break
@@ -81,19 +83,15 @@ class Tree:
 
     def names(self, module: nn.Module) -> tuple[str, ...]:
         """Return the qualified names of a module of the tree, "" for the model itself."""
-        return tuple(self._names(module, set()))
-
-    def _names(self, module: nn.Module, on_path: set[int]) -> list[str]:
-        if id(module) in on_path:  # a cycle: the module contains itself
-            return []
-        on_path = {*on_path, id(module)}
-        found = [""] if module is self._model else []
-        for parent, name in self._parents[id(module)]:
-            for prefix in self._names(parent, on_path):
-                if len(found) == MAX_NAMES:
-                    return found
-                found.append(f"{prefix}.{name}" if prefix else name)
-        return found
+        known = self._names.get(id(module))
+        if known is None:
+            self._names[id(module)] = ()  # seen from below, a module that contains itself
+            found = [""] if module is self._model else []
+            for parent, edges in self._parents[id(module)].values():
+                prefixes = [f"{name}." if name else "" for name in self.names(parent)]
+                found += [prefix + edge for prefix in prefixes for edge in edges]
+            self._names[id(module)] = known = tuple(found[:MAX_NAMES])
+        return known
 
 
 def _edges(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:

@@ -75,18 +75,25 @@ def _new_derived(mixin: type, origin: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def is_generated(cls: type) -> bool:
-    """Whether a class was put on top of a layer's class at run time and cannot be imported.
+def _generated_base(cls: type) -> type[nn.Module] | None:
+    """Return the class that a generated class was put on top of, or None for any other class.
 
-    Classes made inside a function are told by their qualified name; classes that were redefined
-    (as in a notebook) and call `super()` cannot be rebuilt on another base and do not count.
+    A generated class cannot be imported and is named after its base, with something in front:
+    `ParametrizedBatchNorm2d`. One that calls `super()` could not be rebuilt on another base.
     """
-    if cls in _ORIGINS or "<locals>" in cls.__qualname__ or "__init__" in vars(cls):
-        return False
+    bases = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
+    if cls in _ORIGINS or len(bases) != 1 or cls.__name__ == bases[0].__name__:
+        return None
+    if not cls.__name__.endswith(bases[0].__name__) or _is_importable(cls) or _uses_super(cls):
+        return None
+    return bases[0]
+
+
+def _is_importable(cls: type) -> bool:
     found: Any = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is not cls and _module_base(cls) is not None and not _uses_super(cls)
+    return found is cls
 
 
 def _uses_super(cls: type) -> bool:
@@ -94,47 +101,40 @@ def _uses_super(cls: type) -> bool:
     return any("__class__" in function.__code__.co_freevars for function in functions)
 
 
-def _module_base(cls: type) -> type[nn.Module] | None:
-    bases = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
-    return bases[0] if len(bases) == 1 else None
-
-
 def bottom(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class below all generated ones."""
-    while is_generated(cls):
-        base = _module_base(cls)
-        assert base is not None  # noqa: S101 (is_generated says so)
+    while (base := _generated_base(cls)) is not None:
         cls = base
     return cls
 
 
-def rebase(cls: type[nn.Module], target: type[nn.Module]) -> type[nn.Module]:
-    """Return a class like `cls` whose bottom is `target`.
+def rebase(
+    cls: type[nn.Module], target: type[nn.Module], old: type[nn.Module] | None = None
+) -> type[nn.Module]:
+    """Return a class like `cls` with `target` at its bottom.
 
     Going back to the bottom from before returns the very class from before, unless something was
     added to or taken from the generated class meanwhile.
+
+    Args:
+        cls: The class of a layer, generated or not.
+        target: What to put at the bottom.
+        old: The class to replace, where it is not the bottom of `cls`.
     """
-    old = bottom(cls)
-    if cls is old:
+    base = None if cls is old else _generated_base(cls)
+    if base is None:
         return target
     before: type[nn.Module] | None = vars(cls).get(_BEFORE)
     if before is not None and bottom(before) is target and _body(before) == _body(cls):
         return before
     known = _REBASED.setdefault(cls, weakref.WeakValueDictionary())
     if target not in known:
-        known[target] = _rebuild(cls, old, target)
+        bases = tuple(rebase(b, target, old) if b is base else b for b in cls.__bases__)
+        below = next(b for b in bases if issubclass(b, nn.Module))
+        body = _body(cls) | ({_BEFORE: cls} if target in _ORIGINS else {})
+        name = cls.__name__.removesuffix(base.__name__) + below.__name__
+        known[target] = type(name, bases, body)
     return known[target]
-
-
-def _rebuild(cls: type[nn.Module], old: type, target: type[nn.Module]) -> type[nn.Module]:
-    base = _module_base(cls)
-    assert base is not None  # noqa: S101 (cls is generated)
-    bases = tuple(rebase(b, target) if b is base else b for b in cls.__bases__)
-    body = _body(cls)
-    if target in _ORIGINS:
-        body[_BEFORE] = cls
-    name = cls.__name__.removesuffix(old.__name__)
-    return type(name + target.__name__ if name != cls.__name__ else name, bases, body)
 
 
 def _body(cls: type) -> dict[str, Any]:

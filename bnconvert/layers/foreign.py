@@ -83,8 +83,13 @@ def overrides_forward(module: nn.Module, foreign: ForeignSync) -> bool:
     """Whether a subclass, or the instance itself, changed the library's `forward`."""
     if "forward" in module.__dict__:
         return True
-    library: Any = next(cls for cls in type(module).__mro__ if _is_library_class(cls, foreign))
-    return type(module).forward is not library.forward
+    return type(module).forward is not library_class(module, foreign).forward
+
+
+def library_class(module: nn.Module, foreign: ForeignSync) -> type[nn.Module]:
+    """Return the library's own class among the bases of the layer's class."""
+    found: type[nn.Module] = next(c for c in type(module).__mro__ if _is_library_class(c, foreign))
+    return found
 
 
 def _is_library_class(cls: type, foreign: ForeignSync) -> bool:

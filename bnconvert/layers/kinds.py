@@ -100,7 +100,12 @@ def _runs_known_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def _holds_statistics(module: nn.Module) -> bool:
-    """Whether the module has a running mean and variance of its own, set or None."""
+    """Whether the module has a running mean and variance, set or None, and code that uses them.
+
+    In an exported graph, modules without a forward hold the buffers of what were layers.
+    """
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        return False
     places: tuple[dict[str, Any], ...] = (module._buffers, module._parameters, module.__dict__)
     return all(any(name in place for place in places) for name in _STATISTICS)
 

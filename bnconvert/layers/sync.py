@@ -65,25 +65,31 @@ class SyncMixin(nn.Module):
         Returns:
             The normalized input, of the same shape and dtype.
         """
-        if not self.training or comm.group_size(self._bnconvert_group.name) == 1:
+        if not self.training or not comm.communicates(self._bnconvert_group.name):
             output: Tensor = super().forward(input)
             return output
         self._check_input_dim(input)  # type: ignore[operator]
         self._check_channels(input)
         tracked = self.track_running_stats and not _is_recomputation()
-        return self.finish(
-            synchronized_batch_norm(
-                input,
-                self.weight,
-                self.bias,
-                self.running_mean if tracked else None,
-                self.running_var if tracked else None,
-                self.num_batches_tracked if tracked else None,
-                self.momentum,
-                self.eps,
-                self._bnconvert_group.name,
-            )
+        activation, negative_slope = self.fused_activation(input)
+        output = synchronized_batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
+            self.num_batches_tracked if tracked else None,
+            self.momentum,
+            self.eps,
+            self._bnconvert_group.name,
+            activation=activation,
+            negative_slope=negative_slope,
         )
+        return output if activation != "none" else self.finish(output)
+
+    def fused_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
+        """Return the activation that normalization applies in place of `finish`, and its slope."""
+        return "none", 0.0
 
     def finish(self, output: Tensor) -> Tensor:
         """Apply what the layer does after normalization; nothing in the stock layers."""

@@ -7,12 +7,27 @@ from typing import TYPE_CHECKING
 from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
 
+from bnconvert.kernels.ops import fuses_activations
 from bnconvert.layers import classes, families
 from bnconvert.layers.frozen import FrozenMixin
 from bnconvert.layers.sync import SyncMixin
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_FUSED = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
+"""The activations that our kernels apply."""
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 class _ActMixin(nn.Module):
@@ -33,6 +48,18 @@ class _ActMixin(nn.Module):
 
 class SyncActMixin(_ActMixin, SyncMixin):
     """Put in front of `BatchNormAct2d`: synchronised statistics, then what the layer does after."""
+
+    def fused_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
+        """Return the layer's activation where our kernels apply it in the same pass.
+
+        They do if it is exactly one that they know, nothing hooks into it and no dropout precedes.
+        """
+        if not fuses_activations(input.device.type) or type(self.drop) is not nn.Identity:
+            return "none", 0.0
+        name = _FUSED.get(type(self.act), "none")
+        if _is_hooked(self.drop) or _is_hooked(self.act):
+            name = "none"
+        return name, float(getattr(self.act, "negative_slope", 0.0))
 
 
 class FrozenActMixin(_ActMixin, FrozenMixin):

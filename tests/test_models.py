@@ -1,0 +1,187 @@
+"""MODEL specifications, model folders and what they bring back."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from bnconvert import (
+    BnconvertError,
+    SyncBatchNorm2d,
+    convert_sync_batchnorm,
+    freeze_batchnorm,
+    load_model,
+    save_model,
+)
+from bnconvert.layers.frozen import frozen_state
+from bnconvert.testing import randomize_batchnorm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Small(nn.Sequential):
+    """A model that timm does not know, with one tensor under two names."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(3, 4, 3))
+        self[2].weight = self[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self[1](self[0](x)) + self[2](x)
+        return result
+
+
+def failing() -> nn.Module:
+    raise RuntimeError("no luck\nsecond line")
+
+
+def returns_a_list() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved timm model with random statistics, other eps, synchronised and frozen layers."""
+    model = timm.create_model("resnet18", num_classes=5)
+    randomize_batchnorm(model)
+    model.bn1.eps, model.bn1.momentum = 1e-3, None
+    convert_sync_batchnorm(model, exclude="layer4.*")
+    freeze_batchnorm(model, include="layer1.0.*")
+    freeze_batchnorm(model, include="layer2.0.bn1", stats=False)
+    save_model(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_folder_brings_back_weights_and_the_state_of_every_norm_layer(folder: Path) -> None:
+    model: Any = load_model(folder)
+    assert type(model.bn1) is SyncBatchNorm2d
+    assert (model.bn1.eps, model.bn1.momentum) == (1e-3, None)
+    assert type(model.layer1[0].bn1).__name__ == "FrozenBatchNorm2d"
+    assert not model.layer1[0].bn1.weight.requires_grad
+    assert type(model.layer2[0].bn1) is SyncBatchNorm2d
+    state = frozen_state(model.layer2[0].bn1)
+    assert state is not None
+    assert not state.stats
+    assert type(model.layer4[0].bn1) is nn.BatchNorm2d
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_timm_itself_loads_the_folder(folder: Path) -> None:
+    ours = load_model(folder).eval()
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    theirs.bn1.eps = 1e-3  # what a state dict does not hold
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(ours(x), theirs(x))
+    again = load_model(f"local-dir:{folder}").eval()
+    assert torch.equal(again(x), theirs(x))
+
+
+def test_dtypes_of_a_folder_are_those_that_were_saved(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=5).half()
+    model.bn1.float()
+    save_model(model, tmp_path / "half")
+    loaded: Any = load_model(tmp_path / "half")
+    for name, value in model.state_dict().items():
+        assert loaded.state_dict()[name].dtype == value.dtype, name
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_a_model_of_other_origin_loads_with_its_callable(tmp_path: Path) -> None:
+    model = convert_sync_batchnorm(Small())
+    randomize_batchnorm(model)
+    save_model(model, tmp_path / "small")
+    spec = f"{__name__}:Small"
+    loaded = load_model(spec, tmp_path / "small")
+    assert type(loaded[1]) is SyncBatchNorm2d  # type: ignore[index]
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(loaded.eval()(x), model.eval()(x))
+    with pytest.raises(BnconvertError, match="names no timm architecture; give package.module"):
+        load_model(tmp_path / "small")
+
+
+def test_wrappers_are_taken_off_before_saving(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=5)
+    save_model(torch.compile(model), tmp_path / "compiled")
+    assert load_model(tmp_path / "compiled").state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_checkpoint_of_another_architecture_says_which_keys(folder: Path) -> None:
+    with pytest.raises(BnconvertError, match=r"missing .*more.*not in the model") as caught:
+        load_model("mobilenetv3_small_050", folder / "model.safetensors")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("resnet5", "did you mean resnet50"),
+        ("nothing_like_it_at_all", "neither a timm model, nor a folder"),
+        ("no_such_module:model", r"importing no_such_module failed \(ModuleNotFoundError"),
+        ("os:nothing", "os has no attribute nothing"),
+        ("os:sep", "is a str; name a function or a class"),
+        (f"{__name__}:failing", r"calling it without arguments failed \(RuntimeError: no luck\)"),
+        (f"{__name__}:returns_a_list", r"returned a list; it must return a torch.nn.Module"),
+    ],
+)
+def test_unknown_models_are_one_line(spec: str, message: str) -> None:
+    with pytest.raises(BnconvertError, match=message) as caught:
+        load_model(spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"architecture": "os:system"}', "is not a timm model"),
+        ('{"architecture": "resnet18", "num_classes": "many"}', "timm cannot build"),
+    ],
+)
+def test_damaged_folders_are_one_line(tmp_path: Path, config: str | None, message: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(BnconvertError, match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_schema_is_refused(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["bnconvert"]["schema"] = 99
+    path.write_text(json.dumps(config))
+    with pytest.raises(BnconvertError, match="newer bnconvert"):
+        load_model(folder)
+
+
+def test_an_existing_folder_is_refused_and_replaced_on_request(folder: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=5)
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(BnconvertError, match="exists; use --force"):
+        save_model(model, folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+    save_model(model, folder, overwrite=True)
+    assert type(load_model(folder).bn1) is nn.BatchNorm2d
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    other = folder.parent / "photos"
+    other.mkdir()
+    (other / "cat.jpg").write_bytes(b"")
+    with pytest.raises(BnconvertError, match="is no model folder"):
+        save_model(model, other, overwrite=True)
+    with pytest.raises(BnconvertError, match="there is no such folder"):
+        save_model(model, folder.parent / "a" / "b")

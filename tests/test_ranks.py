@@ -1,0 +1,89 @@
+"""`verify_ranks` says on every rank what differs, where training would hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from bnconvert import BnconvertError, convert_sync_batchnorm, freeze_batchnorm, verify_ranks
+from bnconvert.testing import run_ranks
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(5)))
+
+
+def differ(rank: int, how: str) -> str:
+    """Make rank 1 (of three) differ; return what every rank says."""
+    model = build()
+    group = None
+    if how == "groups":
+        groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        group = groups[0] if rank == 0 else groups[1]
+    convert_sync_batchnorm(model, group, exclude="1.0" if how == "absent" and rank == 1 else None)
+    if rank == 1:
+        if how == "eval":
+            model[1][0].eval()
+        elif how == "width":
+            model[1][0] = convert_sync_batchnorm(nn.BatchNorm2d(6))
+        elif how == "frozen":
+            freeze_batchnorm(model, include="1.1")
+        elif how == "extra":
+            model.append(convert_sync_batchnorm(nn.BatchNorm2d(7)))
+        elif how == "dtype":
+            model[1][0].double()
+        elif how == "no module":
+            model = object()  # type: ignore[assignment]
+    try:
+        verify_ranks(model)
+    except BnconvertError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("same", ""),
+        ("eval", "1.0: training is True on rank 0 but False on rank 1; make it the same"),
+        ("width", "1.0: num_features is 4 on rank 0 but 6 on rank 1"),
+        ("dtype", "1.0: dtype is 'float32' on rank 0 but 'float64' on rank 1"),
+        ("absent", "1.0: is synchronised on rank 0 but not on rank 1"),
+        ("frozen", "1.1: is synchronised on rank 0 but not on rank 1"),
+        ("extra", "2: is synchronised on rank 1 but not on rank 0"),
+        ("groups", "0: rank 0 synchronises with ranks 0-1 but rank 1 with ranks 1-2"),
+        ("no module", "rank 1: model: expected a torch.nn.Module, got object"),
+    ],
+)
+def test_the_first_difference_is_named_on_every_rank(how: str, text: str) -> None:
+    said = run_ranks(differ, 3, how)
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith(f"verify_ranks: {text}" if text else ""), said[0]
+    assert bool(said[0]) == bool(text)
+
+
+def subgroup(rank: int) -> str:
+    """Two pairs; within the pair of ranks 2 and 3 a layer is in eval mode on rank 3."""
+    model = convert_sync_batchnorm(build(), group_size=2)
+    verify_ranks(model)
+    if rank == 3:
+        model[0].eval()
+    try:
+        verify_ranks(model, model[0].process_group)
+    except BnconvertError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_a_check_within_groups_compares_only_their_ranks() -> None:
+    said = run_ranks(subgroup, 4)
+    assert said[:2] == ["", ""]
+    assert said[2] == said[3]
+    assert "0: training is True on rank 2 but False on rank 3" in said[2]
+
+
+def test_without_distributed_there_is_nothing_to_check() -> None:
+    verify_ranks(convert_sync_batchnorm(build()))
