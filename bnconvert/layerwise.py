@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FOLDED_KEY = "folded"
 """Metadata: JSON object from the name of a folded BatchNorm to the layer that gives its output."""
 
+MOVED_KEY = "moved"
+"""Metadata: JSON list of layers whose own output is no value of the file any more."""
+
 
 def module_layers(model: nn.Module, arguments: Arguments) -> dict[str, torch.Tensor]:
     """Return the output of every module that returns one tensor, in the order of execution.
@@ -76,22 +79,11 @@ def layer_values(model: onnx.ModelProto) -> dict[str, str]:
             last.pop(name, None)  # so that the order is that of the last node
             last[name] = node.output[0]
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    folded = json.loads(metadata.get(FOLDED_KEY, "{}"))
-    return _with_folded(last, folded)
-
-
-def _with_folded(last: dict[str, str], folded: dict[str, str]) -> dict[str, str]:
-    """Give the value of an operation to the BatchNorm that it took up, in its place."""
-    takers: dict[str, list[str]] = {}
-    for norm, taker in folded.items():
-        takers.setdefault(taker, []).append(norm)
-    renamed: dict[str, str] = {}
-    for name, value in last.items():
-        norms = takers.get(name, [name])
-        for norm in norms:
-            if norm == name or norm not in last:
-                renamed[norm] = value
-    return renamed
+    folded: dict[str, str] = json.loads(metadata.get(FOLDED_KEY, "{}"))
+    moved = set(json.loads(metadata.get(MOVED_KEY, "[]")))
+    takers = {taker: norm for norm, taker in folded.items()}
+    named = ((takers.get(name, name), value) for name, value in last.items())
+    return {name: value for name, value in named if name not in moved}
 
 
 def all_values(path: Path, arguments: Arguments, level: RuntimeLevel) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bnconvert.cli.output import json_option, model_argument, show
+from bnconvert.cli.output import exit_if_left, json_option, model_argument, show, strict_option
 
 
 @click.command("export")
@@ -20,6 +20,12 @@ from bnconvert.cli.output import json_option, model_argument, show
     "--batch-size", type=int, default=1, show_default=True, help="The size that is fixed."
 )
 @click.option("--dynamic-size", is_flag=True, help="Leave height and width of images open.")
+@click.option("--no-fold", is_flag=True, help="Keep BatchNorm as nodes of their own.")
+@click.option(
+    "--rewrite-activations",
+    is_flag=True,
+    help="Also fold BatchNorm across a ReLU, into a clamp per channel; slower in onnxruntime.",
+)
 @click.option("--fp16", is_flag=True, help="Store weights in float16; inputs stay float32.")
 @click.option(
     "--external-data/--single-file",
@@ -37,6 +43,7 @@ from bnconvert.cli.output import json_option, model_argument, show
     help="Largest accepted relative difference from the torch model. [default: 1e-4, more where "
     "float32 itself is further than that from float64; 2e-2 with --fp16]",
 )
+@strict_option
 @json_option
 def command(
     model: str,
@@ -46,9 +53,11 @@ def command(
     batch_size: int,
     fp16: bool,
     static_batch: bool,
+    no_fold: bool,
     no_metadata: bool,
     external_data: bool | None,
     with_preprocess: bool,
+    strict: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -72,6 +81,7 @@ def command(
         output,
         inputs,
         dynamic_batch=not static_batch,
+        fold=not no_fold,
         dtype=torch.float16 if fp16 else None,
         external_data="auto" if external_data is None else external_data,
         metadata=False if no_metadata else checkpoint_entries(model, checkpoint),
@@ -80,3 +90,5 @@ def command(
         **options,
     )
     show(report, as_json)
+    if report.fold:
+        exit_if_left(report.fold, strict)

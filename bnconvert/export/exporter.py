@@ -13,6 +13,7 @@ from bnconvert.arguments import Arguments, make_arguments
 from bnconvert.errors import BnconvertError
 from bnconvert.export.capture import capture
 from bnconvert.export.files import check_destination, save_graph, staged
+from bnconvert.export.folding import fold_program
 from bnconvert.export.half import to_half
 from bnconvert.export.metadata import describe
 from bnconvert.export.opset import check_opset, to_opset
@@ -112,6 +113,10 @@ def export_onnx(
         dynamic_size=dynamic_size,
     )
     captured = _operations(program)
+    report = None
+    if fold:
+        program, report, layers = fold_program(program, rewrite_activations)
+        entries |= layers if metadata is not False else {}
     graph = to_opset(translate(program, opset, list(cases[0].expected)), opset)
     graph.metadata_props.update(entries)
     notes = list(prepared.notes)
@@ -124,7 +129,7 @@ def export_onnx(
     return ExportReport(
         files=files,
         opset=opset,
-        fold=None,
+        fold=report,
         captured=captured,
         nodes=_node_counts(graph),
         checks=checks,
