@@ -37,6 +37,13 @@ class Ranks:
         self.rank = dist.get_rank(group) if self.active else 0
         self.size = dist.get_world_size(group) if self.active else 1
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """Return one rank that shares with nobody, also where torch.distributed is in use."""
+        ranks = cls.__new__(cls)
+        ranks.active, ranks._group, ranks.rank, ranks.size = False, None, 0, 1
+        return ranks
+
     def share(self, value: ValueT) -> list[ValueT]:
         """Return the value of every rank, by rank; all ranks must call this.
 

@@ -40,7 +40,8 @@ class Shift:
 
     Attributes:
         name: First qualified name of the layer.
-        mean: Largest change of a channel's mean, in its former standard deviations.
+        mean: Largest change of a channel's mean, in its former standard deviations; variances
+            count with the layer's eps added, as they do in the layer.
         variance_low: Smallest ratio of new to former variance.
         variance_high: Largest ratio of new to former variance.
     """
@@ -149,14 +150,13 @@ class Statistics:
 
     def shift(self) -> Shift:
         """Compare the statistics with those from before."""
-        mean, variance = (tensor.detach().double().cpu() for tensor in self._before)
-        tiny = torch.finfo(torch.float64).tiny
-        deviation = variance.clamp_min(tiny).sqrt()
-        moved = (self.mean.detach().double().cpu() - mean).abs()
-        moved = torch.where(moved == 0, moved, moved / deviation)
-        now = self.variance.detach().double().cpu()
-        ratio = torch.where(now == variance, torch.ones_like(now), now / variance.clamp_min(tiny))
-        low, high = torch.aminmax(ratio)
+        before, now = (
+            [t.detach().double().cpu() for t in pair]
+            for pair in (self._before, (self.mean, self.variance))
+        )
+        eps = max(float(getattr(self.layer, "eps", 0.0)), torch.finfo(torch.float64).tiny)
+        moved = (now[0] - before[0]).abs() / (before[1] + eps).sqrt()
+        low, high = torch.aminmax((now[1] + eps) / (before[1] + eps))
         return Shift(self.name, float(moved.max()), float(low), float(high))
 
     def _check_count(self, moments: Moments) -> None:

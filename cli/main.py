@@ -18,6 +18,8 @@ COMMANDS = (
     "revert",
     "compare",
     "export",
+    "finetune",
+    "recalibrate",
     "doctor",
 )
 

@@ -1,0 +1,77 @@
+"""One process of a training run: `torchrun ... -m bnconvert.finetune MODEL --data DIR -o OUT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+import click
+
+from bnconvert.errors import BnconvertError
+from bnconvert.finetune.launch import LAUNCHED
+from bnconvert.finetune.options import settings_options
+from bnconvert.finetune.settings import Settings
+
+GRACE_SECONDS = 10.0
+"""How long a process that lost its connection waits to be ended, so that the dead one is named."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@settings_options
+def main(**options: Any) -> None:
+    """Fine-tune MODEL; started once per process by torchrun, or alone."""
+    try:
+        settings = Settings(**options)
+        _run(settings)
+    except BnconvertError as error:
+        _fail(str(error))
+    except Exception as error:
+        if _lost_connection(error):
+            time.sleep(GRACE_SECONDS)
+        text = traceback.format_exc()
+        click.echo(text, err=True)
+        _fail(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _run(settings: Settings) -> None:
+    from bnconvert.finetune.console import Console
+    from bnconvert.finetune.processes import joined
+    from bnconvert.finetune.run import run
+
+    with joined() as processes:
+        console = Console(shown=processes.is_first, epochs=settings.epochs)
+        summary = run(settings, processes, console)
+        if processes.is_first and LAUNCHED not in os.environ:
+            click.echo(json.dumps(summary["final"]))
+
+
+def _lost_connection(error: Exception) -> bool:
+    """Whether another process is gone: what gloo and NCCL raise then differs by version."""
+    import torch.distributed as dist
+
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in text for word in ("connection", "socket", "peer", "gloo", "nccl"))
+    )
+
+
+def _fail(message: str) -> NoReturn:
+    """Tell the launcher, or the user, why this process ends."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with open(path, "w") as file:  # noqa: PTH123 (torchrun's own path)
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    if LAUNCHED not in os.environ:
+        rank = os.environ.get("RANK")
+        click.echo(f"error: {f'rank {rank}: ' if rank else ''}{message}", err=True)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

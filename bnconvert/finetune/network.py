@@ -1,0 +1,148 @@
+"""The model of a run: built, given the right head, its BatchNorm prepared, wrapped for training."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bnconvert.convert import plan_convert_sync_batchnorm
+from bnconvert.errors import BnconvertError
+from bnconvert.finetune.data import seed_everything
+from bnconvert.freeze import plan_freeze_batchnorm
+from bnconvert.layers import Kind, kind_of
+from bnconvert.models import load_model
+from bnconvert.report import LayerReport, Outcome, Report
+
+if TYPE_CHECKING:
+    from bnconvert.finetune.processes import Processes
+    from bnconvert.finetune.settings import Settings
+
+
+_SEND_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")  # the second until torch 2.13
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What became of the classifier.
+
+    Attributes:
+        outputs: Number of outputs.
+        before: Number of outputs that the model came with.
+        new: Whether the classifier was initialised anew.
+    """
+
+    outputs: int
+    before: int
+    new: bool
+
+    def __str__(self) -> str:
+        if self.new:
+            return f"head initialised anew: {self.before} outputs became {self.outputs}"
+        return f"head kept: {self.outputs} outputs"
+
+
+def build_model(settings: Settings) -> nn.Module:
+    """Return the model with its weights, as it was saved."""
+    seed_everything(settings.seed)
+    return load_model(settings.model, settings.checkpoint)
+
+
+def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
+    """Give the model as many outputs as are wanted, if it has another number.
+
+    Raises:
+        BnconvertError: `--num-classes` is too small for the data, or the head must change and the
+            model does not say how.
+    """
+    wanted = settings.num_classes or classes
+    if wanted < classes:
+        raise BnconvertError(
+            f"--num-classes: is {wanted} but the data has {classes} classes; give at least that"
+        )
+    before = getattr(model, "num_classes", None)
+    if before is None:
+        before = _outputs(model)
+    if before == wanted:
+        return Head(wanted, before, new=False)
+    if not hasattr(model, "reset_classifier"):
+        raise BnconvertError(
+            f"{settings.model}: has {before} outputs but {wanted} are wanted, and the model has no "
+            "reset_classifier to change that; give a model with the right number"
+        )
+    seed_everything(settings.seed)
+    reset: Any = model.reset_classifier
+    reset(wanted)
+    return Head(wanted, before, new=True)
+
+
+def _outputs(model: nn.Module) -> int:
+    """Return the number of outputs of the last linear or convolution layer."""
+    last = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    if not last:
+        raise BnconvertError("model: has neither num_classes nor a linear layer to count outputs")
+    return last[-1].out_features if isinstance(last[-1], nn.Linear) else last[-1].out_channels
+
+
+def prepare_norms(model: nn.Module, settings: Settings) -> Report:
+    """Freeze and synchronise the BatchNorm layers as the settings say.
+
+    Raises:
+        BnconvertError: A pattern of `--freeze` matches no layer, or a layer is unknown.
+    """
+    for pattern in settings.freeze:
+        matched = plan_freeze_batchnorm(model, include=pattern).report
+        if not matched.count(Outcome.FROZEN):
+            raise BnconvertError(
+                f"--freeze: {pattern!r} matches no BatchNorm layer that can be frozen; see "
+                "bnconvert inspect for their names"
+            )
+    include = None if settings.norm == "frozen" else settings.freeze
+    plan = plan_freeze_batchnorm(model, include=include)
+    plan.apply()
+    if settings.norm != "sync":
+        return plan.report
+    frozen = tuple(layer for layer in plan.report.layers if layer.outcome is not Outcome.LEFT)
+    converted = plan_convert_sync_batchnorm(model)
+    converted.apply()
+    return Report("prepare", frozen + _but(frozen, converted.report))
+
+
+def _but(known: tuple[LayerReport, ...], report: Report) -> tuple[LayerReport, ...]:
+    """Return the entries of layers that are not known already."""
+    names = {layer.name for layer in known}
+    return tuple(layer for layer in report.layers if layer.name not in names)
+
+
+def needs_two_images(model: nn.Module) -> bool:
+    """Whether a layer takes its statistics over one process, which needs two values."""
+    return any(kind_of(m) in (Kind.PLAIN, Kind.UNKNOWN) for m in model.modules())
+
+
+def wrap(model: nn.Module, processes: Processes) -> nn.Module:
+    """Return the model as it is called in training: with several processes, wrapped in DDP.
+
+    Buffers are sent from rank 0 in every step when layers take their statistics over one process;
+    synchronised and frozen layers keep them equal by themselves.
+    """
+    if processes.size == 1:
+        return model
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BnconvertError("model: has no parameter that requires a gradient; unfreeze some")
+    options: dict[str, Any] = {_SEND_BUFFERS: needs_two_images(model)}
+    if processes.device.type == "cuda":
+        options["device_ids"] = [processes.device]
+    return DistributedDataParallel(model, **options)
+
+
+def memory_format(settings: Settings) -> torch.memory_format:
+    """Return the memory format of the model and its input."""
+    return torch.channels_last if settings.channels_last else torch.contiguous_format
