@@ -6,11 +6,19 @@ and `torch.compile` as a constant; "" is the default group.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_forced = 0
+"""How many `forced` blocks are open."""
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
@@ -36,9 +44,29 @@ def group_size(name: str) -> int:
     return dist.get_world_size(resolve_group(name))
 
 
+def communicates(name: str) -> bool:
+    """Whether a layer of the group exchanges statistics: it has peers, or `forced` says so.
+
+    Raises:
+        RuntimeError: No group of this name exists any more.
+    """
+    return _forced > 0 or group_size(name) > 1
+
+
 # What torch.compiler.assume_constant_result sets; calling it would import torch._dynamo, which
 # takes as long as torch itself.
-group_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+communicates._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """Make layers synchronise in a group of one rank too, to test and measure what that does."""
+    global _forced
+    _forced += 1
+    try:
+        yield
+    finally:
+        _forced -= 1
 
 
 def all_reduce_(buffer: Tensor, name: str) -> None:

@@ -201,12 +201,12 @@ def backward_sums(
 
     Returns:
         `[Σdy | Σdy·x̂]`, float32 of shape (2C,), and the gradients of weight and bias in their
-        dtypes (float32 without a weight or bias).
+        dtypes, empty without a weight or bias.
     """
     channels = input.shape[1]
     sums = input.new_empty(2 * channels, dtype=torch.float32)
     grad_weight, grad_bias = (
-        torch.empty_like(t) if t is not None else sums.new_empty(channels) for t in (weight, bias)
+        sums.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias)
     )
     if input.numel() == 0:
         return sums.zero_(), grad_weight.zero_(), grad_bias.zero_()
@@ -261,16 +261,13 @@ def backward_input(
         activation: That of the forward pass.
 
     Returns:
-        Two tensors like `input`. The second one is empty without a residual, and `grad_output`
-        itself is the residual's gradient without an activation: then it is a copy of that.
+        Two tensors like `input`. The second one is empty without a residual, and without an
+        activation, where `grad_output` is the gradient of the residual.
     """
     grad_input = torch.empty_like(input)
-    if residual is None:
-        grad_residual = input.new_empty(0)
-    elif activation.name == "none":
-        grad_residual, residual = grad_output.clone(), None
-    else:
-        grad_residual = torch.empty_like(input)
+    if activation.name == "none":
+        residual = None
+    grad_residual = input.new_empty(0) if residual is None else torch.empty_like(input)
     if input.numel() == 0:
         return grad_input, grad_residual
     tensors: tuple[Tensor, ...] = (input, grad_output, grad_input)

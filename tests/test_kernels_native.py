@@ -101,7 +101,8 @@ def run_native(
             driver, grad, x, residual, layer.weight, layer.bias, statistics, reduced, activation
         )
         results.grad_inputs.append(grad_input)
-        results.grad_residuals.append(grad_residual)
+        without = activation.name == "none"
+        results.grad_residuals.append(grad if without else grad_residual)
     return results
 
 
