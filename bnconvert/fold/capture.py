@@ -49,8 +49,16 @@ def refuse_training_mode(model: nn.Module) -> None:
         )
 
 
-def run(model: nn.Module, arguments: Arguments) -> Any:
+_FIT = "; pass inputs that it accepts"
+
+
+def run(model: nn.Module, arguments: Arguments, advice: str = _FIT) -> Any:
     """Run a model without gradients.
+
+    Args:
+        model: The model.
+        arguments: What to call it with.
+        advice: End of the error's text.
 
     Raises:
         BnconvertError: The model does not run on these inputs.
@@ -62,7 +70,7 @@ def run(model: nn.Module, arguments: Arguments) -> Any:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in arguments.tensors)
             raise BnconvertError(
                 f"fold: the model does not run on example_inputs of shape {shapes}: "
-                f"{first_line(error)}; pass inputs that it accepts"
+                f"{first_line(error)}{advice}"
             ) from error
 
 

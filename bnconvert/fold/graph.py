@@ -68,6 +68,8 @@ class FoldGraph:
         copies: dict[fx.Node, fx.Node] = {}
         output = self.graph.graph_copy(program.graph, copies)
         self.graph.output(output)
+        for original, copied in copies.items():
+            copied.name = original.name  # fx renames an input that is called `input`
         self.names: dict[fx.Node, str] = {}
         self.added: dict[fx.Node, Added] = {}
         self._values: dict[fx.Node, Any] = {}
