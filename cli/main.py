@@ -16,6 +16,8 @@ COMMANDS = (
     "inspect",
     "convert",
     "revert",
+    "checkpoint",
+    "fold",
     "compare",
     "export",
     "finetune",

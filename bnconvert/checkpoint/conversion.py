@@ -13,7 +13,6 @@ from bnconvert.checkpoint.matching import fit
 from bnconvert.checkpoint.names import LEAVES, layer_of
 from bnconvert.checkpoint.outputs import Job, SourceHash
 from bnconvert.checkpoint.reading import load_checkpoint
-from bnconvert.checkpoint.record import Checkpoint, Weights
 from bnconvert.checkpoint.saving import check_output, kind_of, write
 from bnconvert.checkpoint.tensors import dtype_name
 from bnconvert.report import LayerReport, Outcome, Report
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from bnconvert.checkpoint.outputs import Progress
+    from bnconvert.checkpoint.record import Checkpoint, Weights
 
 
 @dataclass(frozen=True)
@@ -121,20 +121,30 @@ def convert_checkpoint(
         VerificationError: The result read back differs; nothing was left.
     """
     settings = Settings(casting.parse_dtype(dtype), cast_norm, eps, abn)
-    kind = kind_of(Path(dst), to, max_shard_size)
     checkpoint = load_checkpoint(src, weights=weights, prefix=prefix, allow_globals=allow_globals)
-    check_output(Path(dst), kind, overwrite, Weights(files=list(checkpoint.files)))
+    check_destination(checkpoint, Path(dst), to, max_shard_size, overwrite)
     plan = plan_conversion(checkpoint, settings, model)
     write_plan(
         plan,
         Path(dst),
-        to=kind,
+        to=to,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         verify=verify,
         hash_source=hash_source,
     )
     return plan.report
+
+
+def check_destination(
+    checkpoint: Checkpoint, dst: Path, to: str | None, max_shard_size: int | None, overwrite: bool
+) -> None:
+    """Refuse an output before any work is done; arguments as for `convert_checkpoint`.
+
+    Raises:
+        CheckpointError: It exists, is the input itself, or its suffix names no format.
+    """
+    check_output(dst, kind_of(dst, to, max_shard_size), overwrite, checkpoint.weights())
 
 
 def write_plan(

@@ -146,7 +146,11 @@ class Checkpoint:
         for layer in layers:
             width = self.entries.get(f"{layer}.running_var")
             facts = self.bn.get(layer, {})
-            told = ", ".join(f"{key} {fact.value} ({fact.source})" for key, fact in facts.items())
+            told = ", ".join(
+                f"{key} {fact.value} ({fact.source})"
+                for key, fact in facts.items()
+                if key in ("eps", "momentum")
+            )
             shape = "x".join(map(str, width.shape)) if width else "no statistics"
             rows.append((layer or "(the model)", shape, told or "eps not in the file"))
         lines += format_table(rows, indent="    ")
