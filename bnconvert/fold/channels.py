@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 UNTOUCHED = -1.0
 
+_ON_ANY_STRIDES: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default,
+}
+"""The same for operations that refuse strides which maps have and the tensors do not."""
+
 
 def channel_map(rank: int, axis: int, channels: int) -> Tensor:
     """Return the map of a tensor whose channels lie along one dimension."""
@@ -136,4 +143,4 @@ def _run(graph: FoldGraph, node: fx.Node, replace: Any) -> Any:
     args = graph.concrete(map_arg(graph.concrete(node.args), replace))
     kwargs = graph.concrete(dict(map_arg(graph.concrete(node.kwargs), replace)))
     assert callable(node.target)  # noqa: S101 (a call_function node)
-    return node.target(*args, **kwargs)
+    return _ON_ANY_STRIDES.get(node.target, node.target)(*args, **kwargs)

@@ -59,6 +59,7 @@ class FoldGraph:
         program: The program that was captured; never changed.
         graph: A copy of its graph, to be edited.
         names: Qualified name of the parameter, buffer or constant behind a placeholder.
+        read: Placeholders of weights that the program reads.
         added: The constants behind placeholders that folding added.
     """
 
@@ -78,6 +79,8 @@ class FoldGraph:
         for spec in program.graph_signature.input_specs:
             if spec.kind in _CONSTANT_INPUTS and spec.target is not None:
                 self.names[by_name[spec.arg.name]] = spec.target
+        self.read = {node for node in self.names if node.users}
+        inline_no_grad(self.graph, program.graph_module)
         make_functional(self.graph)
 
     # -- what a node is ---------------------------------------------------------------------------
@@ -157,6 +160,28 @@ class FoldGraph:
             node.meta["val"] = torch.empty(added.values.shape, dtype=fake.dtype, device=fake.device)
         self.added[node] = added
         return node
+
+
+def inline_no_grad(graph: fx.Graph, root: torch.nn.Module) -> None:
+    """Put the operations of `no_grad` blocks that hold a norm into the graph itself.
+
+    Such a block is captured as a call of a sub-graph, into which no other code here looks.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        enabled, block, *inputs = node.args
+        body = getattr(root, block.target).graph
+        if enabled or not any("batch_norm" in operation(inner) for inner in body.nodes):
+            continue
+        copies = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(body, copies)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        graph.erase_node(block)
 
 
 def is_tensor(node: fx.Node) -> bool:

@@ -98,7 +98,7 @@ def drop_unused(graph: FoldGraph) -> None:
 
     Weights that nothing read from the start stay, except those of a layer whose others go.
     """
-    read = {node for node in graph.names if node.users}
+    read = graph.read
     graph.graph.eliminate_dead_code(lambda node: node.op == "output" or _has_effect(node))
     owners = {_owner(graph.names[node]) for node in read if not node.users}
     for node in [*graph.names, *graph.added]:

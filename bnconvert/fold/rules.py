@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bnconvert.fold.graph import FoldGraph, operation
 from bnconvert.fold.motion import BlockedError, Motion, describe
 
@@ -118,6 +120,8 @@ def passage(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passage:
     "_unsafe_view",
 )
 def _moves_data(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passage:
+    if node.target is torch.ops.aten.view.dtype:
+        raise BlockedError(f"{describe(node)} reads the bytes as another dtype")
     return MovesData()
 
 
