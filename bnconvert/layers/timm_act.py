@@ -22,7 +22,8 @@ _FUSED = {nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu"}
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(
-        module._forward_hooks
+        nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
