@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import timm
 import torch
-from PIL import Image, ImageDraw
 from torch import nn
 
 import bnconvert as bc
@@ -23,43 +22,18 @@ from bnconvert.finetune.run import run
 from bnconvert.finetune.settings import Settings
 from bnconvert.finetune.training import StoppedError, Trainer
 from bnconvert.testing import run_ranks
+from tests.shapes import CLASSES, draw_shape, write_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 MODEL = "test_resnet"
-CLASSES = ("circle", "square", "bar")
 
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bright shapes of three classes at random places, and a validation folder.
-
-    The pictures have noise: on flat ones some channels are constant, and BatchNorm multiplies what
-    rounding makes of them.
-    """
-    folder = tmp_path_factory.mktemp("shapes")
-    generator = torch.Generator().manual_seed(0)
-    for part, count in (("train", 14), ("val", 5)):
-        for name in CLASSES:
-            (folder / part / name).mkdir(parents=True)
-            for number in range(count):
-                draw_shape(name, generator).save(folder / part / name / f"{number}.png")
-    return folder
-
-
-def draw_shape(name: str, generator: torch.Generator) -> Image.Image:
-    picture = Image.new("RGB", (32, 32), (20, 30, 40))
-    pen = ImageDraw.Draw(picture)
-    x, y, red = torch.randint(0, 14, (3,), generator=generator).tolist()
-    box = (x, y, x + 16, y + 16) if name != "bar" else (x, y, x + 4, y + 16)
-    color = (200 + red, 180, 90)
-    (pen.ellipse if name == "circle" else pen.rectangle)(box, fill=color)
-    values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).double()
-    noisy = values + 25 * torch.randn(values.shape, generator=generator, dtype=torch.float64)
-    data = bytes(noisy.clamp(0, 255).byte().tolist())
-    return Image.frombytes("RGB", picture.size, data)
+    return write_shapes(tmp_path_factory.mktemp("shapes"))
 
 
 def settings(images: Path, output: Path, **changes: Any) -> Settings:

@@ -34,7 +34,8 @@ def main(**options: Any) -> None:
             time.sleep(GRACE_SECONDS)
         text = traceback.format_exc()
         click.echo(text, err=True)
-        _fail(f"{type(error).__name__}: {error}".splitlines()[0])
+        rank = os.environ.get("RANK", "0")
+        _fail(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
 
 
 def _run(settings: Settings) -> None:
@@ -68,8 +69,7 @@ def _fail(message: str) -> NoReturn:
         with open(path, "w") as file:  # noqa: PTH123 (torchrun's own path)
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     if LAUNCHED not in os.environ:
-        rank = os.environ.get("RANK")
-        click.echo(f"error: {f'rank {rank}: ' if rank else ''}{message}", err=True)
+        click.echo(f"error: {message}", err=True)
     sys.exit(1)
 
 

@@ -99,6 +99,6 @@ def _describe(failures: dict[int, Any]) -> str:
         )
     rank, failure = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
     text = failure.message
-    if isinstance(text, dict):
-        text = text["message"]
-    return f"rank {rank}: {text}"
+    if isinstance(text, dict):  # written by the process itself
+        return str(text["message"])
+    return f"rank {rank} ended with exit code {failure.exitcode}"
