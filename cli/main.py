@@ -20,6 +20,7 @@ COMMANDS = (
     "fold",
     "compare",
     "export",
+    "fold-onnx",
     "finetune",
     "recalibrate",
     "doctor",

@@ -41,19 +41,28 @@ def check_destination(path: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def staged(path: Path, overwrite: bool) -> Iterator[Path]:
+def staged(path: Path, overwrite: bool, *, keep: bool = True) -> Iterator[Path]:
     """Yield where to write the model; move it and its companions into place at the end.
 
     Every other file in the folder of the yielded path is moved along. When the body raises, nothing
     is left behind.
 
+    Args:
+        path: Where the model goes.
+        overwrite: Replace existing files.
+        keep: Whether to move anything into place; without, the body is only tried.
+
     Raises:
         BnconvertError: See `check_destination`.
     """
-    check_destination(path, overwrite)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    if keep:
+        check_destination(path, overwrite)
+    parent = path.parent if keep else None
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=parent))
     try:
         yield folder / path.name
+        if not keep:
+            return
         companions = sorted(p for p in folder.iterdir() if p.name != path.name)
         for companion in companions:
             check_destination(path.parent / companion.name, overwrite)

@@ -1,0 +1,204 @@
+"""`fold_onnx`: fold the BatchNormalization nodes of an ONNX file, with proof."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common
+
+from bnconvert.arguments import Arguments
+from bnconvert.errors import BnconvertError, VerificationError
+from bnconvert.export.files import check_destination, save_graph, staged
+from bnconvert.export.onnx_double import run_in_float64
+from bnconvert.export.onnx_folding import fold_graph
+from bnconvert.layerwise import all_values
+from bnconvert.report import Report, format_table
+from bnconvert.runners import OnnxRunner, RuntimeLevel, first_line, largest_difference
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from bnconvert.export.onnx_paths import Shapes
+
+LIMIT = 1e-9
+"""Largest relative difference that folding may make with everything computed in float64."""
+
+TOLERANCE = 1e-4
+"""Largest relative difference in onnxruntime, in the file's own precision."""
+
+_OPEN_BATCHES = (3, 2)  # folding looks at the shapes of the first, so another proves generality
+_OPEN_SIZE = 64
+
+
+@dataclass(frozen=True)
+class OnnxFoldReport(Report):
+    """What became of each BatchNormalization node, and the measured differences.
+
+    Attributes:
+        float64: Largest relative difference with everything computed in float64; None where onnx's
+            reference implementation does not run the graph.
+        runtime: The same in onnxruntime in the file's own precision, by level.
+        nodes: Number of nodes before and after.
+    """
+
+    float64: float | None = None
+    runtime: tuple[tuple[str, float], ...] = ()
+    nodes: tuple[int, int] = (0, 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain types; the measurements are added."""
+        proof = {"float64": self.float64, "runtime": dict(self.runtime)}
+        return {**super().to_dict(), "proof": proof, "nodes": list(self.nodes)}
+
+    def __str__(self) -> str:
+        """Return the table of nodes and the measured differences."""
+        exact = "not available" if self.float64 is None else f"{self.float64:.1e}"
+        lines = [super().__str__(), f"nodes: {self.nodes[0]} before, {self.nodes[1]} after"]
+        lines.append(f"largest relative difference in float64: {exact}; in onnxruntime:")
+        lines += format_table([(level, f"{value:.1e}") for level, value in self.runtime])
+        return "\n".join(lines)
+
+
+def fold_onnx(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    tolerance: float = TOLERANCE,
+    overwrite: bool = False,
+) -> OnnxFoldReport:
+    """Fold the BatchNormalization nodes of an ONNX file into the operators around them.
+
+    Args:
+        source: The file to read; it is not changed.
+        path: The file to write; None writes none and only reports.
+        shapes: Shapes of inputs to run the proof on, by name. An input that is not named has three
+            and then two rows where the first dimension is open, and 64 in other open dimensions.
+        tolerance: Largest accepted max|a - b| / max|b| of an output in onnxruntime.
+        overwrite: Replace an existing file.
+
+    Returns:
+        What became of each node, and the proof.
+
+    Raises:
+        BnconvertError: The file is not an ONNX model, does not run on such inputs, or the
+            destination is refused; nothing was written.
+        VerificationError: The folded graph differs; nothing was written.
+    """
+    source = Path(source)
+    if path is not None:
+        check_destination(Path(path), overwrite)
+        if Path(path).resolve() == source.resolve():
+            raise BnconvertError(f"{path}: is the input itself; give another output")
+    model = _read(source)
+    before = sum(1 for _ in model.graph.all_nodes())
+    inputs = [_random_inputs(source, shapes or {}, batch) for batch in _OPEN_BATCHES]
+    seen = _shapes_of_values(source, inputs[0])
+    report = fold_graph(model, seen)
+    common.ShapeInferencePass()(model)
+    after = sum(1 for _ in model.graph.all_nodes())
+    exact = _prove(source, inputs, seen)
+    destination = Path(path) if path is not None else source.with_name(f"{source.name}.folded")
+    with staged(destination, overwrite, keep=path is not None) as file:
+        save_graph(model, file, external_data="auto")
+        _check(file)
+        runtime = tuple(
+            (level.value, _runtime_difference(source, file, inputs, level, tolerance))
+            for level in RuntimeLevel
+        )
+    return OnnxFoldReport("fold-onnx", report.layers, exact, runtime, (before, after))
+
+
+def _read(path: Path) -> ir.Model:
+    if not path.is_file():
+        raise BnconvertError(f"{path}: there is no such file; pass an ONNX file")
+    try:
+        model = ir.load(path)
+        model.graph.sort()
+    except Exception as error:  # protobuf's DecodeError has no public name
+        raise BnconvertError(f"{path}: is not an ONNX model: {first_line(error)}") from error
+    if not len(model.graph) or not model.graph.outputs:
+        raise BnconvertError(f"{path}: holds no graph; pass an ONNX model")
+    return model
+
+
+def _shapes_of_values(path: Path, arguments: Arguments) -> dict[str, tuple[int, ...]]:
+    values = {**arguments.kwargs, **all_values(path, arguments, RuntimeLevel.DISABLE_ALL)}
+    return {name: tuple(value.shape) for name, value in values.items()}
+
+
+def _random_inputs(path: Path, shapes: Mapping[str, Sequence[int]], batch: int) -> Arguments:
+    runner = OnnxRunner(path, RuntimeLevel.DISABLE_ALL)
+    names = {entry.name for entry in runner.inputs}
+    unknown = sorted(set(shapes) - names)
+    if unknown:
+        raise BnconvertError(
+            f"shapes: {path.name} has no input {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(names))}"
+        )
+    generator = np.random.default_rng(batch)
+    values = {}
+    for entry in runner.inputs:
+        shape = shapes.get(entry.name) or [
+            size if isinstance(size, int) and size > 0 else _OPEN_SIZE if axis else batch
+            for axis, size in enumerate(entry.shape)
+        ]
+        values[entry.name] = _random(entry.type, tuple(shape), generator)
+    return Arguments((), values)
+
+
+def _random(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> torch.Tensor:
+    floats = {"float": np.float32, "double": np.float64, "float16": np.float16}
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    if name in floats:
+        return torch.from_numpy(generator.standard_normal(shape).astype(floats[name]))
+    return torch.from_numpy(np.ones(shape, dtype=np.dtype(name)))
+
+
+def _prove(source: Path, inputs: list[Arguments], shapes: Shapes) -> float | None:
+    """Fold the graph in float64 and return how far it is from the original in float64."""
+    original, folded = _read(source), _read(source)
+    values = [run_in_float64(original, arguments, fold=None) for arguments in inputs]
+    if any(value is None for value in values):
+        return None
+    largest = 0.0
+    for arguments, expected in zip(inputs, values, strict=True):
+        result = run_in_float64(folded, arguments, fold=shapes)
+        assert result is not None  # noqa: S101 (the original ran, with the same operators)
+        assert expected is not None  # noqa: S101
+        largest = max(largest, largest_difference(result, expected))
+    if not largest <= LIMIT:
+        raise VerificationError(
+            f"fold-onnx: in float64 the folded graph differs from the original by {largest:.1e}, "
+            f"accepted is {LIMIT:.0e}; nothing was written"
+        )
+    return largest
+
+
+def _check(file: Path) -> None:
+    try:
+        onnx.checker.check_model(str(file), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise VerificationError(
+            f"onnx.checker: {first_line(error)}; nothing was written"
+        ) from error
+
+
+def _runtime_difference(
+    source: Path, file: Path, inputs: list[Arguments], level: RuntimeLevel, tolerance: float
+) -> float:
+    original, folded = OnnxRunner(source, level), OnnxRunner(file, level)
+    largest = max(largest_difference(folded.run(x), original.run(x)) for x in inputs)
+    if not largest <= tolerance:
+        raise VerificationError(
+            f"fold-onnx: in onnxruntime at {level} the folded file differs by {largest:.1e}, "
+            f"accepted is {tolerance:.1e}; nothing was written"
+        )
+    return largest

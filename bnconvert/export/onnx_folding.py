@@ -1,0 +1,219 @@
+"""Fold the BatchNormalization nodes of an ONNX graph into the operators around them.
+
+Each norm is tried backward, into what computes its input, then forward, into everything that reads
+it. On the way its channels are followed through operators that only move data, and additions and
+multiplications by a constant per channel are taken up as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from onnx_ir.passes import common
+
+from bnconvert.export.onnx_paths import MOVERS, BlockedError, Shapes, Track, follow, label, shape_of
+from bnconvert.export.onnx_sites import SITES, constant, plan_after, plan_before
+from bnconvert.fold.algebra import Affine, batchnorm_affine
+from bnconvert.report import LayerReport, Outcome, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx_ir as ir
+
+_NORM = "BatchNormalization"
+_OPTIONAL_INITIALIZER_INPUTS = 4  # since this version of the file format
+_PER_CHANNEL = 9  # since this opset, statistics are per channel by definition
+
+
+def fold_graph(model: ir.Model, shapes: Shapes) -> Report:
+    """Fold a graph in place and return what became of each BatchNormalization node.
+
+    Constants become initializers, whatever the number of norms.
+
+    Args:
+        model: The graph.
+        shapes: Shape of each value between its nodes in one run.
+
+    Raises:
+        BnconvertError: A folded weight is not finite; the graph is then unusable.
+    """
+    if model.ir_version < _OPTIONAL_INITIALIZER_INPUTS:  # they had to be inputs as well
+        common.RemoveInitializersFromInputsPass()(model)
+        model.ir_version = _OPTIONAL_INITIALIZER_INPUTS
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    entries: dict[ir.Node, LayerReport] = {}
+    norms = [node for node in model.graph if node.op_type == _NORM and not node.domain]
+    progress = True
+    while progress:
+        progress = False
+        for node in norms:
+            if node in entries and entries[node].outcome is Outcome.FOLDED:
+                continue
+            entries[node] = _fold_node(model, node, shapes)
+            progress |= entries[node].outcome is Outcome.FOLDED
+    common.RemoveUnusedNodesPass()(model)
+    layers = [entries[node] for node in norms] + _in_branches(model)
+    return Report("fold-onnx", tuple(layers))
+
+
+def _in_branches(model: ir.Model) -> list[LayerReport]:
+    main = set(model.graph)
+    return [
+        LayerReport(_name(node), _NORM, Outcome.LEFT, reason="it is inside a branch of the graph")
+        for node in model.graph.all_nodes()
+        if node.op_type == _NORM and node not in main
+    ]
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or node.outputs[0].name or ""
+
+
+def _fold_node(model: ir.Model, node: ir.Node, shapes: Shapes) -> LayerReport:
+    name, reasons = _name(node), []
+    try:
+        affine = _affine(model, node)
+    except BlockedError as blocked:
+        return LayerReport(name, _NORM, Outcome.LEFT, reason=str(blocked))
+    for way in (_plan_backward, _plan_forward):
+        try:
+            edits, into = way(node, affine, shapes)
+        except BlockedError as blocked:
+            reasons.append(str(blocked))
+            continue
+        for edit in edits:
+            edit()
+        _bypass(node)
+        return LayerReport(name, _NORM, Outcome.FOLDED, now=into)
+    return LayerReport(name, _NORM, Outcome.LEFT, reason="; ".join(dict.fromkeys(reasons)))
+
+
+def _affine(model: ir.Model, node: ir.Node) -> Affine:
+    version = model.opset_imports.get("", 1)
+    if version < _PER_CHANNEL:
+        raise BlockedError(f"opset {version} lets statistics be per value; convert to 9 or higher")
+    if "training_mode" in node.attributes and node.attributes["training_mode"].as_int():
+        raise BlockedError("it is in training mode and normalises by the batch")
+    scale, bias, mean, var = (constant(value) for value in node.inputs[1:5])
+    if scale is None or bias is None or mean is None or var is None:
+        raise BlockedError("its weights or statistics are computed")
+    eps = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    return batchnorm_affine(mean, var, eps, scale, bias)
+
+
+def _bypass(node: ir.Node) -> None:
+    """Let everything read a node's input in place of its output, which keeps its name."""
+    source, result = node.inputs[0], node.outputs[0]
+    assert source is not None  # noqa: S101 (a norm has an input)
+    if result.is_graph_output():
+        source.name, result.name = result.name, f"{result.name}_folded"
+        source.type, source.shape = source.type or result.type, source.shape or result.shape
+    result.replace_all_uses_with(source, replace_graph_outputs=True)
+    graph = node.graph
+    if graph is not None:
+        graph.remove(node, safe=True)
+
+
+_Plan = tuple[list["Callable[[], None]"], str]
+
+
+def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
+    channels = torch.arange(len(affine.scale)).numpy()
+    track, value, edits = Track(1, channels), node.inputs[0], []
+    reader = node
+    while True:
+        producer = value.producer() if value is not None else None
+        if value is None or producer is None:
+            raise BlockedError("its input is an input of the graph")
+        _check_only_reader(value, producer, reader)
+        if producer.op_type in SITES and not producer.domain:
+            edits.append(plan_after(producer, affine, track, shapes))
+            return edits, f"into {label(producer)}"
+        if producer.op_type in MOVERS:
+            track, value = follow(producer, track, shapes, backward=True), producer.inputs[0]
+        elif (moved := _arithmetic(producer, track, len(affine.scale), shapes)) is not None:
+            source, own = moved
+            affine, value = own.then(affine), source
+            edits.append(functools.partial(_skip, producer, source))
+        else:
+            raise BlockedError(f"its input comes from {label(producer)}, which is not linear")
+        reader = producer
+
+
+def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> None:
+    if value.is_graph_output():
+        raise BlockedError(f"the output of {label(producer)} is also an output of the graph")
+    others = [use.node for use in value.uses() if use.node is not reader]
+    if others:
+        raise BlockedError(f"the output of {label(producer)} is also read by {label(others[0])}")
+
+
+def _arithmetic(
+    node: ir.Node, track: Track, count: int, shapes: Shapes
+) -> tuple[ir.Value, Affine] | None:
+    """Return the varying input of `x + c`, `x - c`, `x * c` and the map, where c is per channel."""
+    if node.op_type not in {"Add", "Sub", "Mul"}:
+        return None
+    values = [constant(value) for value in node.inputs]
+    index = next((i for i, value in enumerate(values) if value is None), 0)
+    number, source = values[1 - index], node.inputs[index]
+    if number is None or source is None or values[index] is not None:
+        return None
+    shape = shape_of(source, shapes)
+    if shape != shape_of(node.outputs[0], shapes):
+        return None
+    if node.op_type == "Sub" and index == 1:
+        return None
+    per_channel = _per_channel(number.double(), track, count, len(shape))
+    if per_channel is None:
+        return None
+    one, zero = torch.ones(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    if node.op_type == "Mul":
+        return source, Affine(per_channel, zero)
+    return source, Affine(one, -per_channel if node.op_type == "Sub" else per_channel)
+
+
+def _per_channel(number: torch.Tensor, track: Track, count: int, rank: int) -> torch.Tensor | None:
+    if number.numel() == 1:
+        return number.reshape(-1).expand(count).clone()
+    axis = track.axis - (rank - number.ndim)
+    if axis < 0 or number.numel() != number.shape[axis] or len(track.channels) != number.numel():
+        return None
+    flat, channels = number.flatten(), torch.from_numpy(track.channels)
+    values = torch.zeros(count, dtype=torch.float64)
+    values[channels] = flat
+    return values if torch.equal(values[channels], flat) else None
+
+
+def _skip(node: ir.Node, source: ir.Value) -> None:
+    node.outputs[0].replace_all_uses_with(source)
+    graph = node.graph
+    if graph is not None:
+        graph.remove(node, safe=True)
+
+
+def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
+    result = node.outputs[0]
+    channels = torch.arange(len(affine.scale)).numpy()
+    edits: list[Callable[[], None]] = []
+    into: list[str] = []
+    pending = [(result, Track(1, channels))]
+    while pending:
+        value, track = pending.pop()
+        if value.is_graph_output():
+            raise BlockedError("its result is an output of the graph")
+        if not value.uses():
+            raise BlockedError("nothing reads its result")
+        for use in value.uses():
+            reader = use.node
+            if reader.op_type in MOVERS and use.idx == 0:
+                pending.append((reader.outputs[0], follow(reader, track, shapes, backward=False)))
+            elif reader.op_type in SITES and use.idx == 0 and not reader.domain:
+                edits.append(plan_before(reader, affine, track, shapes))
+                into.append(label(reader))
+            else:
+                raise BlockedError(f"its reader {label(reader)} is not linear")
+    return edits, f"forward into {', '.join(into)}"
