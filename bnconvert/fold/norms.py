@@ -31,6 +31,7 @@ class NormCall:
     Attributes:
         node: The node whose value is the norm's result.
         source: The node whose value it normalises.
+        reader: The node of the norm that reads `source`.
         axis: Dimension that holds the channels.
         affine: What the call does, including what was folded into it.
         path: Qualified name of the module that makes the call, "" outside any.
@@ -41,6 +42,7 @@ class NormCall:
 
     node: fx.Node
     source: fx.Node
+    reader: fx.Node
     axis: int
     affine: Affine
     path: str
@@ -134,7 +136,7 @@ def _batchnorm(
     values = [None if item is None else graph.value(item) for item in (weight, bias)]
     affine = batchnorm_affine(graph.value(mean), graph.value(var), eps, *values)
     source = node.args[0]
-    return NormCall(result, source, 1, affine, path_of(node), _type(node))  # type: ignore[arg-type]
+    return NormCall(result, source, node, 1, affine, path_of(node), _type(node))  # type: ignore[arg-type]
 
 
 def _arithmetic(graph: FoldGraph, node: fx.Node) -> NormCall | None:
@@ -154,7 +156,9 @@ def _arithmetic(graph: FoldGraph, node: fx.Node) -> NormCall | None:
     axis: int = axes.pop()  # type: ignore[assignment]
     sign = -1.0 if operation(node) == "sub" else 1.0
     affine = Affine(scale.flatten(), sign * shift.flatten())
-    return NormCall(node, source, axis, affine, path_of(node), _type(node), arithmetic=True)
+    return NormCall(
+        node, source, product, axis, affine, path_of(node), _type(node), arithmetic=True
+    )
 
 
 def _with_constant(

@@ -68,7 +68,7 @@ _Way = Callable[[Context, NormCall, bool], Move]
 
 def _backward(context: Context, call: NormCall, rewrite: bool) -> Move:
     motion = Motion(call.affine, call.numbers(context.graph))
-    return move_back(context, call.source, motion, call.node)
+    return move_back(context, call.source, motion, call.reader)
 
 
 def _forward(context: Context, call: NormCall, rewrite: bool) -> Move:
@@ -84,7 +84,7 @@ def _split(context: Context, call: NormCall, rewrite: bool) -> Move:
         raise BlockedError(
             f"its scale is 0 in channel {channel}, so its shift cannot be moved back"
         )
-    move = move_back(context, call.source, motion.without_scale(), call.node)
+    move = move_back(context, call.source, motion.without_scale(), call.reader)
     move.add(move_on(context, call.node, motion.without_shift(), rewrite))
     return move
 
