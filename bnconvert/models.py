@@ -22,6 +22,7 @@ from bnconvert import __version__
 from bnconvert.checkpoint import atomic_file, load_checkpoint, match_checkpoint
 from bnconvert.checkpoint.writing import atomic_folder, check_folder
 from bnconvert.errors import BnconvertError
+from bnconvert.fold.topology import describe_topology, rebuild_topology
 from bnconvert.forwarding import unwrap
 from bnconvert.norm_state import describe_norms, restore_norms
 
@@ -78,6 +79,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         CheckpointError: The weights are damaged, refused, or of another architecture.
     """
     recorded = _recorded(path)
+    rebuild_topology(model, recorded.get("topology", {}))
     file = path / WEIGHTS
     tensors = match_checkpoint(load_checkpoint(file if file.is_file() else path), model)
     if recorded:
@@ -257,7 +259,12 @@ def _independent(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _describe(model: nn.Module) -> dict[str, Any]:
     """Return the configuration that rebuilds the model."""
-    recorded = {"schema": SCHEMA, "version": __version__, "norms": describe_norms(model)}
+    recorded = {
+        "schema": SCHEMA,
+        "version": __version__,
+        "norms": describe_norms(model),
+        "topology": describe_topology(model),
+    }
     return {**_timm_config(model), "bnconvert": recorded}
 
 

@@ -400,7 +400,9 @@ def groups(rank: int) -> None:
     else:
         with pytest.raises(BnconvertError, match=f"rank {rank} is not a member"):
             convert_sync_batchnorm(model, pair)
-    with pytest.raises(BnconvertError, match="expected a torch.distributed ProcessGroup, got list"):
+    with pytest.raises(
+        BnconvertError, match=r"expected a torch\.distributed ProcessGroup, got list"
+    ):
         convert_sync_batchnorm(model, [0, 1])  # type: ignore[arg-type]
     assert not is_synchronized(model)
 

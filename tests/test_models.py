@@ -15,7 +15,9 @@ from bnconvert import (
     BnconvertError,
     SyncBatchNorm2d,
     convert_sync_batchnorm,
+    fold_batchnorm,
     freeze_batchnorm,
+    inspect_batchnorm,
     load_model,
     save_model,
 )
@@ -108,8 +110,21 @@ def test_a_model_of_other_origin_loads_with_its_callable(tmp_path: Path) -> None
     assert type(loaded[1]) is SyncBatchNorm2d  # type: ignore[index]
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(loaded.eval()(x), model.eval()(x))
-    with pytest.raises(BnconvertError, match="names no timm architecture; give package.module"):
+    with pytest.raises(BnconvertError, match=r"names no timm architecture; give package\.module"):
         load_model(tmp_path / "small")
+
+
+def test_a_folded_model_comes_back_folded_and_fails_loudly_elsewhere(tmp_path: Path) -> None:
+    model = timm.create_model("resnet18", num_classes=5).eval()
+    randomize_batchnorm(model)
+    x = torch.randn(2, 3, 64, 64)
+    fold_batchnorm(model, x)
+    save_model(model, tmp_path / "folded")
+    loaded = load_model(tmp_path / "folded").eval()
+    assert not inspect_batchnorm(loaded).layers
+    assert torch.equal(loaded(x), model(x))
+    with pytest.raises(BnconvertError, match="missing"):
+        load_model("resnet18", tmp_path / "folded" / "model.safetensors")
 
 
 def test_wrappers_are_taken_off_before_saving(tmp_path: Path) -> None:
