@@ -47,7 +47,7 @@ def main() -> None:
         context.Pool(options.jobs, initializer=_start, maxtasksperchild=20) as pool,
         options.results.open("a", encoding="utf-8") as file,
     ):
-        for result in _progress(pool.imap_unordered(_one, tasks), len(tasks)):
+        for result in progress(pool.imap_unordered(_one, tasks), len(tasks)):
             results[result["model"]] = result
             file.write(json.dumps(result) + "\n")
             file.flush()
@@ -90,7 +90,8 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def _progress(results: Any, total: int) -> Any:
+def progress(results: Any, total: int) -> Any:
+    """Yield results of models and show how far it is."""
     from rich.progress import Progress
 
     with Progress() as bar:
