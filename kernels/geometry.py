@@ -79,7 +79,7 @@ def divide(extent: Extent, multiprocessors: int) -> Geometry:
     else:
         tiles, across = extent.channels, 1
         total = extent.rows * (extent.spatial // extent.width)
-        down = max(32, min(MAX_THREADS, -(-total // 32) * 32))
+        down = min(MAX_THREADS, max(1, -(-total // 32)) * 32)
     wanted = -(-multiprocessors * BLOCKS_PER_MULTIPROCESSOR // tiles)
     useful = -(-total // (down * VECTORS_PER_THREAD))
     splits = max(1, min(wanted, useful))

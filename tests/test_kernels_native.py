@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ from bnconvert.kernels import native
 from bnconvert.kernels.native import Activation
 from bnconvert.kernels.variants import ACTIVATIONS, SCALARS, Variant, all_variants, widths
 from bnconvert.testing import TOLERANCES
-from tests.shim.driver import COMPILER, ShimDriver, ShimError
+from tests.shim.driver import COMPILER, ShimDriver, ShimError, small_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -223,8 +226,10 @@ def make_input(
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def several_blocks() -> Iterator[None]:
     torch.manual_seed(0)
+    with small_blocks():
+        yield
 
 
 LAYOUTS = [

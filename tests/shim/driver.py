@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bnconvert.kernels import geometry
 from bnconvert.kernels.variants import (
     FOLDER,
     KERNELS,
@@ -23,11 +25,14 @@ from bnconvert.kernels.variants import (
     translation_unit,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 
 FLAGS = ("-std=c++17", "-shared", "-fPIC", "-O0", "-ffp-contract=off", "-fno-strict-aliasing")
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare")
 
 
@@ -69,6 +74,19 @@ def group_of(variant: Variant) -> tuple[Variant, ...]:
     )
 
 
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Divide small tensors among as many blocks and splits as large ones otherwise get."""
+    kept = geometry.MAX_THREADS, geometry.VECTORS_PER_THREAD
+    geometry.MAX_THREADS, geometry.VECTORS_PER_THREAD = 48, 1
+    geometry.divide.cache_clear()
+    try:
+        yield
+    finally:
+        geometry.MAX_THREADS, geometry.VECTORS_PER_THREAD = kept
+        geometry.divide.cache_clear()
+
+
 class ShimError(AssertionError):
     """A launch broke a rule of CUDA."""
 
@@ -79,13 +97,25 @@ class ShimDriver:
     Attributes:
         multiprocessors: Decides the number of blocks.
         seed: Decides the order of blocks and threads.
+        sources: Folder of the kernel sources.
+        flags: More options of the compiler.
+        together: The variants to compile as one library; by default those of `group_of`.
         launched: The variants that were launched.
     """
 
-    def __init__(self, multiprocessors: int = 1, seed: int = 1, sources: Path = FOLDER) -> None:
+    def __init__(
+        self,
+        multiprocessors: int = 1,
+        seed: int = 1,
+        sources: Path = FOLDER,
+        flags: tuple[str, ...] = (),
+        together: tuple[Variant, ...] = (),
+    ) -> None:
         self.multiprocessors = multiprocessors
         self.seed = seed
         self.sources = sources
+        self.flags = flags
+        self.together = together
         self.launched: list[Variant] = []
         self._counters = torch.zeros(0, dtype=torch.int32)
 
@@ -103,7 +133,8 @@ class ShimDriver:
         arguments: bytes,
     ) -> None:
         self.launched.append(variant)
-        function = load(build(group_of(variant), sources=self.sources), variant.name)
+        variants = self.together or group_of(variant)
+        function = load(build(variants, self.flags, self.sources), variant.name)
         buffer = ctypes.create_string_buffer(arguments, len(arguments))
         message = function(
             (ctypes.c_uint * 2)(*grid),
@@ -115,7 +146,8 @@ class ShimDriver:
         )
         if message is not None:
             raise ShimError(f"{variant.name}: {message.decode()}")
-        assert not self._counters.any(), f"{variant.name}: a counter was not returned to zero"
+        if self._counters.any():
+            raise ShimError(f"{variant.name}: a counter was not returned to zero")
 
 
 @cache
