@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CHUNK = 1 << 22
+CHUNK = 1 << 18
+"""Bytes that are moved at a time: what stays in the processor's cache is moved twice as fast."""
 
 
 class SourceFile:
