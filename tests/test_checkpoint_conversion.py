@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -16,6 +18,7 @@ from torch import nn
 
 import bnconvert.checkpoint.copying as copying
 from bnconvert.checkpoint import (
+    Fact,
     convert_checkpoint,
     load_checkpoint,
     match_checkpoint,
@@ -24,9 +27,6 @@ from bnconvert.checkpoint import (
 from bnconvert.errors import BnconvertError, CheckpointError, VerificationError
 from bnconvert.report import Outcome
 from bnconvert.testing import randomize_batchnorm
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = {"safetensors": "w.safetensors", "torch": "w.pth", "sharded": "w"}
 
@@ -344,3 +344,64 @@ def test_the_suffix_decides_the_format_and_an_unknown_one_is_refused(tmp_path: P
     for name, size in (("a.onnx", None), ("a.safetensors", 10)):
         with pytest.raises(CheckpointError, match="--to"):
             save_checkpoint(state, tmp_path / name, max_shard_size=size)
+
+
+def test_an_abn_file_is_turned_into_batchnorm_once(tmp_path: Path) -> None:
+    save_checkpoint(net().state_dict(), tmp_path / "w.safetensors")
+    checkpoint = load_checkpoint(tmp_path / "w.safetensors")
+    checkpoint.bn["1"] = {
+        "class": Fact("inplace_abn.InPlaceABN", "test"),
+        "eps": Fact(1e-3, "test"),
+    }
+    save_checkpoint(checkpoint, tmp_path / "abn.safetensors")
+    report = convert_checkpoint(tmp_path / "abn.safetensors", tmp_path / "left.safetensors")
+    assert "--abn" in report.left[0].reason
+    convert_checkpoint(tmp_path / "abn.safetensors", tmp_path / "once.safetensors", abn=True)
+    report = convert_checkpoint(tmp_path / "once.safetensors", tmp_path / "twice.safetensors")
+    assert not report.left
+    for name in ("once", "twice"):
+        torch.testing.assert_close(
+            load_checkpoint(tmp_path / f"{name}.safetensors").tensors["1.weight"],
+            net().state_dict()["1.weight"].abs() + 1e-3,
+        )
+
+
+def test_frozen_layers_get_no_counter(tmp_path: Path) -> None:
+    state = net().state_dict()
+    del state["1.num_batches_tracked"]
+    state._metadata["1"]["version"] = 3  # type: ignore[attr-defined]  # as detectron2 has it
+    torch.save(state, tmp_path / "w.pth")
+    report = convert_checkpoint(tmp_path / "w.pth", tmp_path / "w.safetensors")
+    assert "1.num_batches_tracked" not in load_checkpoint(tmp_path / "w.safetensors").tensors
+    row = next(layer for layer in report.layers if layer.name == "1")
+    assert row.outcome is Outcome.CONVERTED
+    assert "frozen" in row.now
+
+
+def anonymous() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, zipped: bool) -> None:
+    count, tensors = 1 << 20, 60
+    state = {f"t{i}": torch.full((count,), float(i)) for i in range(tensors)}
+    torch.save(state, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
+    del state
+    gc.collect()
+    peak = 0
+    before = anonymous()
+    genuine = copying.FileOutput.write
+
+    def sampled(self: Any, data: memoryview) -> None:
+        nonlocal peak
+        peak = max(peak, anonymous())
+        genuine(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying.FileOutput, "write", sampled)
+        convert_checkpoint(tmp_path / "w.pth", tmp_path / "w.safetensors", dtype="fp16")
+    assert peak - before < 2 * 4 * count + (100 << 20)  # of a file of 252 MB

@@ -125,6 +125,11 @@ def test_hostile_metadata_shards_and_inner_pickles_run_nothing(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="calls posix"):
         load_checkpoint(tmp_path / "d")
 
+    outside = metadata.replace(b"__0_0.distcp", b"../_0.distcp")
+    (tmp_path / "d" / ".metadata").write_bytes(outside)
+    with pytest.raises(CheckpointError, match="not inside it"):
+        load_checkpoint(tmp_path / "d")
+
     shards = tmp_path / "s"
     shards.mkdir()
     torch.save({"a": torch.ones(1)}, shards / "1.bin")

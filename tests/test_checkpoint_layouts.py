@@ -6,6 +6,7 @@ import argparse
 import collections
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,41 @@ def test_timm_renaming_is_used_for_its_own_models(tmp_path: Path) -> None:
     target = timm.create_model("test_convnext")
     target.load_state_dict(match_checkpoint(load_checkpoint(tmp_path / "c.pth"), target))
     assert_same(target.state_dict(), state)
+
+
+class HistoryBuffer:
+    """Stands for mmengine's class of this name, which its files hold with its methods."""
+
+    def mean(self) -> None:
+        """Pickled by protocol 2 as getattr(HistoryBuffer, "mean")."""
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_message_hubs_of_mmengine_are_read_and_other_getattrs_refused(
+    tmp_path: Path, protocol: int
+) -> None:
+    buffer = HistoryBuffer()
+    buffer.__dict__.update(_methods={"mean": HistoryBuffer.mean}, _count=3)
+    hub = {"log_scalars": {"loss": buffer}}
+    tree = {"meta": {}, "state_dict": RAW, "message_hub": hub}
+    own = f"c{HistoryBuffer.__module__}\nHistoryBuffer".encode()
+    genuine = b"cmmengine.logging.history_buffer\nHistoryBuffer"
+    torch.save(tree, tmp_path / "own.pth", pickle_protocol=protocol)
+    with pytest.raises(CheckpointError, match="HistoryBuffer"):
+        load_checkpoint(tmp_path / "own.pth")
+    if protocol == 2:
+        with (
+            zipfile.ZipFile(tmp_path / "own.pth") as old,
+            zipfile.ZipFile(tmp_path / "mm.pth", "w") as new,
+        ):
+            for name in old.namelist():
+                new.writestr(name, old.read(name).replace(own, genuine))
+        assert_same(load_checkpoint(tmp_path / "mm.pth").tensors, RAW)
+
+
+def test_averages_inside_of_wrappers_and_composer_files_are_read(tmp_path: Path) -> None:
+    inside = {f"module.{name}": value for name, value in wrapped(EMA, "n_averaged").items()}
+    torch.save(inside, tmp_path / "a.pth")
+    assert_same(load_checkpoint(tmp_path / "a.pth").tensors, EMA)
+    torch.save({"state": {"model": RAW, "optimizers": {}}, "rng": []}, tmp_path / "c.pt")
+    assert_same(load_checkpoint(tmp_path / "c.pt").tensors, RAW)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.checkpoint.names import LEAVES, batchnorm_layers
+from bnconvert.checkpoint.record import Fact
 from bnconvert.checkpoint.tensors import LazyTensor, dtype_name, from_tensor
 from bnconvert.errors import CheckpointError
 
@@ -31,10 +32,12 @@ class LayerNotes:
 
     Attributes:
         done: Changes.
+        kept: What stays as it is on purpose.
         found: Problems, each a sentence with the value that decided.
     """
 
     done: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
 
 
@@ -60,12 +63,10 @@ def repair(weights: Weights, *, abn: bool = False) -> dict[str, LayerNotes]:
         view.counter()
         view.inplace_abn(abn)
         view.check()
-    untouched = [layer for layer in result if _untouched(layer, weights)]
-    if len(untouched) and len(untouched) == len(result):
-        for layer in untouched:
-            result[layer].found.append(
-                "its statistics look untouched (mean 0, variance 1): the checkpoint may hold "
-                "averaged parameters without their buffers; recalibrate it"
+        if _untouched(layer, weights):
+            notes.found.append(
+                "its statistics look untouched (mean 0, variance 1): the layer was never trained, "
+                "or an average was taken of the parameters alone; recalibrate it"
             )
     return result
 
@@ -76,7 +77,9 @@ class _Layer:
     def __init__(self, layer: str, weights: Weights, notes: LayerNotes) -> None:
         self.prefix = f"{layer}." if layer else ""
         self.tensors = weights.tensors
-        self.facts: Facts = weights.bn.get(layer, {})
+        self.facts: Facts = dict(weights.bn.get(layer, {}))
+        if self.facts:
+            weights.bn[layer] = self.facts
         self.version = weights.versions.get(layer, {}).get("version")
         self.notes = notes
 
@@ -119,7 +122,7 @@ class _Layer:
         if tensor is not None:
             self._counter_dtype(tensor)
         elif "frozen" in str(self.fact("class", "")).lower() or self.version == 3:
-            self.notes.done.append(f"no {COUNTER}: the source says the layer is frozen")
+            self.notes.kept.append(f"no {COUNTER}: the source says the layer is frozen")
         else:
             self.put(COUNTER, torch.zeros((), dtype=torch.int64))
             text = f"{COUNTER} added, 0 as int64"
@@ -154,6 +157,8 @@ class _Layer:
         eps = self.fact("eps", ABN_EPS)
         self.put("weight", (weight.load().double().abs() + eps).to(weight.dtype))
         self.notes.done.append(f"weight replaced by |weight| + {eps:g} (InPlaceABN)")
+        if self.facts:
+            self.facts["class"] = Fact("BatchNorm", "converted from InPlaceABN")
 
     def _is_abn(self) -> bool:
         return "abn" in str(self.fact("class", "")).rpartition(".")[2].lower()

@@ -261,7 +261,8 @@ def _layer_rows(weights: Weights, layers: dict[str, batchnorm.LayerNotes]) -> It
             text = "; ".join([*notes.done, known])
             yield LayerReport(layer, kind, Outcome.REWRITTEN, text)
         elif not notes.found:
-            yield LayerReport(layer, kind, Outcome.CONVERTED, f"copied; {known}")
+            text = "; ".join(["copied", *notes.kept, known])
+            yield LayerReport(layer, kind, Outcome.CONVERTED, text)
         for finding in notes.found:
             yield LayerReport(layer, kind, Outcome.LEFT, reason=finding)
 

@@ -11,6 +11,7 @@ import numpy as np
 POLYNOMIAL = 0x82F63B78
 _MASK_DELTA = 0xA282EAD8
 _LANES_FROM = 4096
+_PIECE = 1 << 22
 
 
 def _table() -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
@@ -23,31 +24,38 @@ def _table() -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
 _TABLE = _table()
 
 
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C of some bytes."""
+def crc32c(data: bytes | memoryview) -> int:
+    """Return the CRC-32C of some bytes, computed piece by piece so that memory stays small."""
+    crc = 0xFFFFFFFF
+    for start in range(0, len(data), _PIECE):
+        crc = _advance(data[start : start + _PIECE], crc)
+    return crc ^ 0xFFFFFFFF
+
+
+def _advance(data: bytes | memoryview, crc: int) -> int:
     if len(data) < _LANES_FROM:
-        return _tail(data, 0xFFFFFFFF) ^ 0xFFFFFFFF
+        return _tail(data, crc)
     lanes = 1 << ((len(data).bit_length() - 1) // 2)
     width = len(data) // lanes
     block = np.frombuffer(data, dtype=np.uint8, count=lanes * width).reshape(lanes, width)
     state = np.zeros(lanes, dtype=np.uint32)
-    state[0] = 0xFFFFFFFF
+    state[0] = crc
     for column in np.ascontiguousarray(block.T):
         state = _TABLE[(state ^ column) & 0xFF] ^ (state >> 8)
     shift = _zeros(width)
-    crc = 0
+    crc = 0  # of what lies before the first lane, which has taken it over
     for lane in state.tolist():
         crc = _apply(shift, crc) ^ lane
-    return _tail(data[lanes * width :], crc) ^ 0xFFFFFFFF
+    return _tail(data[lanes * width :], crc)
 
 
-def masked(data: bytes) -> int:
+def masked(data: bytes | memoryview) -> int:
     """Return the CRC-32C as TensorFlow and LevelDB store it, rotated and offset."""
     crc = crc32c(data)
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def _tail(data: bytes, crc: int) -> int:
+def _tail(data: bytes | memoryview, crc: int) -> int:
     table = _TABLE
     for byte in data:
         crc = int(table[(crc ^ byte) & 0xFF]) ^ (crc >> 8)

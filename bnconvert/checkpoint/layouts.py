@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bnconvert.checkpoint.modules import holds_module, module_weights
-from bnconvert.checkpoint.names import LEAVES, listed
+from bnconvert.checkpoint.names import LEAVES, listed, without_wrappers
 from bnconvert.checkpoint.pickle_values import Instance, as_lazy, is_tensor
 from bnconvert.checkpoint.record import Weights
 from bnconvert.errors import CheckpointError
@@ -77,6 +77,9 @@ EMA_KEYS = (
     "swa_state_dict",
     "teacher",
 )
+
+COUNTERS = ("n_averaged", "steps")
+"""What `AveragedModel` of torch and of mmengine call the number of averaged models."""
 
 _LIGHTNING = ("pytorch-lightning_version", "callbacks", "hyper_parameters", "loops")
 
@@ -163,6 +166,8 @@ def choose(tree: Any, weights: str) -> Weights:
     if _is_state_dict(tree):
         return _averaged_model(_state_dict(tree), weights)
     layout = next((layout for layout in LAYOUTS if layout.matches(tree)), None)
+    if layout is None and isinstance(tree.get("state"), dict) and "model" in tree["state"]:
+        return choose(tree["state"], weights)  # Composer has everything below "state"
     if layout is None:
         layout = _generic(tree)
     return _pick(tree, layout, weights)
@@ -279,9 +284,10 @@ def plain(versions: Tree) -> dict[str, Any]:
 
 def _averaged_model(result: Weights, weights: str) -> Weights:
     """Recognise `torch.optim.swa_utils.AveragedModel` by its counter and its one prefix."""
-    counter = next((key for key in ("n_averaged", "steps") if key in result.tensors), None)
+    counter = next((n for n in result.tensors if without_wrappers(n) in COUNTERS), None)
     others = [name for name in result.tensors if name != counter]
-    if counter is None or not others or not all(name.startswith("module.") for name in others):
+    inner = (counter or "").removesuffix(without_wrappers(counter or "")) + "module."
+    if counter is None or not others or not all(name.startswith(inner) for name in others):
         if weights == "ema":
             raise CheckpointError("holds one set of weights and no EMA; ask for raw or auto")
         return result

@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 
 CALLS: dict[str, Call] = {}
 
+DESCRIBED = (
+    "argparse.Namespace",
+    "fastcore.foundation.L",
+    "mmengine.logging.history_buffer.HistoryBuffer",
+)
+"""Classes whose instances genuine training files of timm, fastai and mmengine hold."""
+
+
+class RefusedCallError(Exception):
+    """An allowed name is called with what it may not be called with."""
+
+
 MAX_DIMENSIONS = 64
 
 
@@ -178,6 +190,14 @@ def _script_list(values: Any, *_: Any) -> Any:
     return values
 
 
+@allowed("builtins.getattr")
+def _getattr(owner: Any, name: Any) -> Global:
+    """Name a method of a class that is only ever described; any other getattr is refused."""
+    if not isinstance(owner, Global) or owner.name not in DESCRIBED or not isinstance(name, str):
+        raise RefusedCallError
+    return Global(f"{owner.name}.{name}")
+
+
 @allowed("builtins.tuple")
 def _tuple(values: Any = ()) -> tuple[Any, ...]:
     return tuple(_list(values))
@@ -322,7 +342,7 @@ REFERENCES = frozenset(
         LOAD_BYTES,
         *TORCH_DTYPES,
         *STORAGE_TYPES,
-        "argparse.Namespace",
+        *DESCRIBED,
         "builtins.int",
         "builtins.float",
         "builtins.str",

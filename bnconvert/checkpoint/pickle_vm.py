@@ -8,6 +8,7 @@ bounded by the length of the pickle: no instruction can reserve more than it bri
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from bnconvert.checkpoint.pickle_calls import (
     CALLS,
     LOAD_BYTES,
     REFERENCES,
+    RefusedCallError,
     array_state,
     bad,
     dtype_state,
@@ -149,7 +151,8 @@ class PickleMachine:
         if name == LOAD_BYTES and self.load_bytes is not None:
             return self.load_bytes(args)
         if name in CALLS:
-            return CALLS[name](*args)
+            with contextlib.suppress(RefusedCallError):
+                return CALLS[name](*args)
         self.called[name] = None
         return Instance(name, args)
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from bnconvert.checkpoint import frameworks
+from bnconvert.checkpoint.copying import raw_bytes
 from bnconvert.checkpoint.crc32c import masked
 from bnconvert.checkpoint.probe import Probe, inside
 from bnconvert.checkpoint.protobuf import Value, fields, number, payload, text
 from bnconvert.checkpoint.record import Weights
 from bnconvert.checkpoint.registry import Format, Options, only_raw
-from bnconvert.checkpoint.source import Extent, SourceFile
+from bnconvert.checkpoint.source import Extent, SourceFile, read_bytes
 from bnconvert.checkpoint.tensors import LazyTensor, as_dtype
 from bnconvert.errors import CheckpointError
 
@@ -201,12 +202,9 @@ def _tensor(entry: Entry, data: list[SourceFile]) -> LazyTensor:
         raise CheckpointError(f"has {entry.size} bytes for shape {list(entry.shape)}")
 
     def load() -> Tensor:
-        values = extent.read()
-        if masked(values) != entry.crc:
+        raw = read_bytes(extent)
+        if masked(raw_bytes(raw)) != entry.crc:
             raise CheckpointError(f"{extent.file.path}: a variable does not match its checksum")
-        if not values:
-            return torch.empty(entry.shape, dtype=dtype)
-        raw = torch.frombuffer(bytearray(values), dtype=torch.uint8)
         return as_dtype(raw, dtype).reshape(entry.shape)
 
     return LazyTensor(entry.shape, dtype, load)

@@ -124,7 +124,9 @@ def _place(
 
 
 def _read(found: Probe, options: Options) -> Weights:
-    return from_tree(read_pickle(found.source.extent(), options.allow), options)
+    weights = from_tree(read_pickle(found.source.extent(), options.allow), options)
+    weights.notes.append("a legacy torch file (before 1.6); read tensor by tensor all the same")
+    return weights
 
 
 FORMAT = Format("torch legacy", lambda found: found.head.startswith(MAGIC), _read)
