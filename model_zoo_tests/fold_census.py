@@ -121,12 +121,12 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     import timm
 
     from bnconvert.testing import randomize_batchnorm
+    from model_zoo_tests.fold_zoo import smallest_input
 
     torch.manual_seed(0)
     model: nn.Module = timm.create_model(name).eval()
     randomize_batchnorm(model)
-    size: Any = model.default_cfg["input_size"]
-    return model, torch.randn((2, *size))
+    return model, smallest_input(model)
 
 
 def count(name: str, *, with_peers: bool) -> dict[str, Any]:

@@ -27,6 +27,11 @@ class Steps(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Layers are attributes of any kind to the type checker."""
+
     def forward(self, x: Tensor) -> Any:
         return self.steps(x, **{name: getattr(self, name) for name in self.names})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_a_norm_without_bias_is_folded() -> None:
     check_folds(nn.Sequential(nn.Conv2d(6, 4, 3), norm), image())
 
 
-THROUGH: dict[str, tuple[Callable[..., Tensor], int]] = {
+THROUGH: dict[str, tuple[Callable[..., Any], int]] = {
     "dropout": (lambda x, conv, bn: bn(F.dropout(conv(x), 0.3, training=False)), 12),
     "flatten": (lambda x, conv, bn: bn(conv(x).flatten(2)), 12),
     "reshape": (lambda x, conv, bn: bn(conv(x).reshape(x.shape[0], 12, 4, 16)), 12),
@@ -133,12 +133,12 @@ THROUGH: dict[str, tuple[Callable[..., Tensor], int]] = {
 def test_a_norm_goes_back_through(operation: str) -> None:
     steps, channels = THROUGH[operation]
     norm = nn.BatchNorm2d(channels)
-    norm._check_input_dim = lambda _: None  # type: ignore[method-assign]
+    norm._check_input_dim = lambda _: None  # type: ignore[method-assign, assignment]
     check_folds(Steps(steps, conv=nn.Conv2d(6, 12, 3, padding=1), bn=norm), image())
 
 
 def test_both_parts_of_a_split_can_have_a_norm() -> None:
-    def steps(x: Tensor, conv: nn.Module, one: nn.Module, two: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, one: nn.Module, two: nn.Module) -> Any:
         first, second = conv(x).chunk(2, 1)
         return one(first) * two(second)
 
@@ -147,7 +147,7 @@ def test_both_parts_of_a_split_can_have_a_norm() -> None:
 
 
 def test_a_part_that_others_read_is_left_alone() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         y = conv(x)
         return bn(y[:, :4]) * y[:, 4:]
 
@@ -155,7 +155,7 @@ def test_a_part_that_others_read_is_left_alone() -> None:
 
 
 def test_overlapping_parts_block() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         y = conv(x)
         return bn(y[:, :5]) * y[:, 3:]
 
@@ -183,7 +183,7 @@ def test_max_pooling_stops_negative_scales() -> None:
 
 
 def test_concatenated_producers_each_take_their_part() -> None:
-    def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Any:
         return bn(torch.cat([one(x), two(x)], 1))
 
     model = Steps(
@@ -194,7 +194,7 @@ def test_concatenated_producers_each_take_their_part() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_sum_takes_the_shift_once(sign: int) -> None:
-    def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Any:
         return bn(one(x) + two(x)) if sign > 0 else bn(one(x) - two(x))
 
     model = Steps(steps, one=nn.Conv2d(6, 4, 3), two=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4))
@@ -202,7 +202,7 @@ def test_a_sum_takes_the_shift_once(sign: int) -> None:
 
 
 def test_a_sum_of_a_tensor_with_itself_is_left() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         y = conv(x)
         return bn(y + y)
 

@@ -14,7 +14,7 @@ from timm.layers import BatchNormAct2d, FrozenBatchNormAct2d, ScaledStdConv2d, S
 from timm.layers.norm_act import convert_sync_batchnorm as timm_convert
 from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops import FrozenBatchNorm2d  # type: ignore[import-untyped]
 
 from bnconvert import (
     convert_sync_batchnorm,
@@ -66,7 +66,7 @@ def test_every_kind_of_norm_is_folded(kind: str, way: str) -> None:
 def test_dropout_of_a_norm_layer_is_kept_for_training() -> None:
     model = nn.Sequential(nn.Conv2d(6, 4, 3), BatchNormAct2d(4, drop_layer=nn.Dropout))
     check_folds(model, image())
-    assert [type(layer) for layer in model[1]] == [nn.Dropout, nn.ReLU]
+    assert [type(layer) for layer in model[1].children()] == [nn.Dropout, nn.ReLU]
 
 
 STANDARDISED = {
@@ -129,11 +129,12 @@ def lite0() -> nn.Module:
 
 
 def photos() -> Tensor:
-    from skimage import data_dir, io, transform
+    from skimage import data_dir, transform  # type: ignore[attr-defined]
+    from skimage.io import imread
 
     images = []
     for name in PHOTOS:
-        pixels = io.imread(Path(data_dir) / name)[..., :3]
+        pixels = imread(Path(data_dir) / name)[..., :3]
         side = min(pixels.shape[:2])
         top, start = (pixels.shape[0] - side) // 2, (pixels.shape[1] - side) // 2
         square = pixels[top : top + side, start : start + side]

@@ -18,7 +18,7 @@ from bnconvert.testing import randomize_batchnorm
 from tests.fold_support import Steps, check_folds, image
 
 
-def conv_bn() -> nn.Sequential:
+def conv_bn() -> Any:
     model = nn.Sequential(nn.Conv2d(6, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
     randomize_batchnorm(model)
     return model
@@ -155,9 +155,9 @@ class Branches(nn.Module):
         super().__init__()
         self.body = conv_bn()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if x.sum() > 0:
-            return self.body(x)  # type: ignore[no-any-return]
+            return self.body(x)
         return -self.body(x)
 
 
@@ -228,9 +228,9 @@ def left(model: nn.Module, x: Tensor | None = None, folded: int = 0, **options: 
 
 
 def test_a_producer_that_is_read_elsewhere() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         y = conv(x)
-        return bn(y) + y.sin()  # type: ignore[no-any-return]
+        return bn(y) + y.sin()
 
     assert "conv (conv2d) is also read by sin" in left(
         Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4))
@@ -238,7 +238,7 @@ def test_a_producer_that_is_read_elsewhere() -> None:
 
 
 def test_a_producer_that_is_an_output() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> tuple[Tensor, Tensor]:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         y = conv(x)
         return bn(y), y
 
@@ -246,8 +246,8 @@ def test_a_producer_that_is_an_output() -> None:
 
 
 def test_a_convolution_with_two_norms() -> None:
-    def steps(x: Tensor, conv: nn.Module, one: nn.Module, two: nn.Module) -> Tensor:
-        return one(conv(x)) + two(conv(-x))  # type: ignore[no-any-return]
+    def steps(x: Tensor, conv: nn.Module, one: nn.Module, two: nn.Module) -> Any:
+        return one(conv(x)) + two(conv(-x))
 
     model = Steps(steps, conv=nn.Conv2d(6, 4, 3), one=nn.BatchNorm2d(4), two=nn.BatchNorm2d(4))
     report = check_folds(model, image(), 0, 2)
@@ -255,33 +255,33 @@ def test_a_convolution_with_two_norms() -> None:
 
 
 def test_the_same_pair_called_twice() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
-        return bn(conv(bn(conv(x))))  # type: ignore[no-any-return]
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
+        return bn(conv(bn(conv(x))))
 
     model = Steps(steps, conv=nn.Conv2d(6, 6, 3, padding=1), bn=nn.BatchNorm2d(6))
     assert "conv is called 2 times" in left(model)
 
 
 def test_a_shared_norm_whose_calls_agree_is_folded_into_both() -> None:
-    def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Tensor:
-        return bn(one(x)) + bn(two(x)).sin()  # type: ignore[no-any-return]
+    def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Any:
+        return bn(one(x)) + bn(two(x)).sin()
 
     model = Steps(steps, one=nn.Conv2d(6, 4, 3), two=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4))
     check_folds(model, image())
 
 
 def test_a_shared_norm_whose_calls_disagree_is_left() -> None:
-    def steps(x: Tensor, one: nn.Module, bn: nn.Module) -> Tensor:
-        return bn(one(x)) + bn(x).sin()  # type: ignore[no-any-return]
+    def steps(x: Tensor, one: nn.Module, bn: nn.Module) -> Any:
+        return bn(one(x)) + bn(x).sin()
 
     model = Steps(steps, one=nn.Conv2d(6, 6, 3, padding=1), bn=nn.BatchNorm2d(6))
     assert "the model's input" in left(model)
 
 
 def heads() -> Steps:
-    def steps(x: Tensor, **layers: nn.Module) -> Tensor:
+    def steps(x: Tensor, **layers: nn.Module) -> Any:
         one = layers["bn_1"](layers["conv_1"](x))
-        return one + layers["bn_2"](layers["conv_2"](x * 2))  # type: ignore[no-any-return]
+        return one + layers["bn_2"](layers["conv_2"](x * 2))
 
     conv = nn.Conv2d(6, 4, 3)
     return Steps(steps, conv_1=conv, bn_1=nn.BatchNorm2d(4), conv_2=conv, bn_2=nn.BatchNorm2d(4))
@@ -376,9 +376,9 @@ def test_a_functional_norm_is_reported() -> None:
 
 
 def test_an_in_place_activation_does_not_write_into_a_residual() -> None:
-    def steps(x: Tensor, bn: nn.Module, act: nn.Module, end: nn.Module) -> Tensor:
+    def steps(x: Tensor, bn: nn.Module, act: nn.Module, end: nn.Module) -> Any:
         y = x * 2
-        return end(act(bn(y))) + y  # type: ignore[no-any-return]
+        return end(act(bn(y))) + y
 
     model = Steps(
         steps, bn=nn.BatchNorm2d(6), act=nn.LeakyReLU(inplace=True), end=nn.Conv2d(6, 6, 1)
@@ -387,9 +387,9 @@ def test_an_in_place_activation_does_not_write_into_a_residual() -> None:
 
 
 def test_an_in_place_activation_does_not_write_into_a_split_view() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module, act: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module, act: nn.Module) -> Any:
         one, two = conv(x).chunk(2, 1)
-        return act(bn(one)) * two  # type: ignore[no-any-return]
+        return act(bn(one)) * two
 
     model = Steps(steps, conv=nn.Conv2d(6, 8, 3), bn=nn.BatchNorm2d(4), act=nn.SiLU(inplace=True))
     check_folds(model, image())
@@ -398,7 +398,7 @@ def test_an_in_place_activation_does_not_write_into_a_split_view() -> None:
 
 
 def test_an_in_place_function_on_a_split_view_blocks() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         one, two = conv(x).chunk(2, 1)
         return torch.relu_(bn(one)) * two
 
@@ -407,10 +407,10 @@ def test_an_in_place_function_on_a_split_view_blocks() -> None:
 
 
 def test_a_producer_that_is_written_in_place_blocks() -> None:
-    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Tensor:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         y = conv(x)
         y[:, :2] += 1
-        return bn(y)  # type: ignore[no-any-return]
+        return bn(y)
 
     left(Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4)))
 
@@ -420,11 +420,11 @@ def test_a_producer_that_is_written_in_place_blocks() -> None:
 
 def pruned() -> nn.Module:
     conv = nn.Conv2d(6, 4, 3)
-    prune.random_unstructured(conv, "weight", 0.5)
+    prune.random_unstructured(conv, "weight", 0.5)  # type: ignore[no-untyped-call]
     return conv
 
 
-COMPUTED = {
+COMPUTED: dict[str, Any] = {
     "weight norm": lambda: parametrizations.weight_norm(nn.Conv2d(6, 4, 3)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Conv2d(6, 4, 3, bias=False)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Conv2d(6, 4, 3)),
