@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from bnconvert.cli.output import json_option
+from bnconvert.cli.output import UsageError, json_option
+from bnconvert.errors import BnconvertError
 from bnconvert.finetune.options import settings_options
 
 
@@ -32,7 +33,10 @@ def command(nproc: int | None, master_port: int | None, as_json: bool, **options
     from bnconvert.finetune.launch import launch
     from bnconvert.finetune.settings import Settings
 
-    settings = Settings(**options)
+    try:
+        settings = Settings(**options)
+    except BnconvertError as error:
+        raise UsageError(str(error)) from error
     launch(settings, nproc or _default_processes(), master_port)
     summary = json.loads((Path(settings.output) / "summary.json").read_text())
     click.echo(json.dumps(summary, indent=2) if as_json else _table(summary))

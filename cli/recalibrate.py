@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     help="Images by class (the training images of what finetune takes), or a timm dataset name.",
 )
 @click.option("--data-root", metavar="DIR", help="Where a timm dataset lies.")
-@click.option("--batch-size", type=click.IntRange(2), default=32, show_default=True)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Images per batch.",
+)
 @click.option("--num-batches", type=click.IntRange(1), help="Batches to use. [default: all images]")
 @click.option("--img-size", type=click.IntRange(1), help="Height and width. [default: the model's]")
 @click.option(

@@ -19,7 +19,9 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/convert.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/convert.md", "docs/checkpoints.md", "docs/finetune.md"]
+)
 def test_the_python_examples_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

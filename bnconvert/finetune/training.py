@@ -252,7 +252,7 @@ class Trainer:
         train_loss = sum(row[3] * row[4] for row in progress.updates) / images
         lr, rate = progress.updates[-1][2], images / max(seconds, 1e-9)
         epoch = progress.epoch + 1
-        row = [epoch, lr, train_loss, scores.loss, scores.top1, round(rate, 1), round(seconds, 1)]
+        row = [epoch, lr, train_loss, scores.loss, scores.top1, round(rate, 1), round(seconds, 3)]
         progress.epochs.append(row)
         if self.processes.is_first:
             self.folder.add_updates(progress.updates, progress.epoch)
