@@ -15,12 +15,9 @@ import torch
 from bnconvert.checkpoint.pickle_values import (
     Global,
     Instance,
-    NumpyArray,
-    NumpyDtype,
     PickledDict,
     Storage,
     TensorNode,
-    bytes_of,
 )
 from bnconvert.errors import CheckpointError
 
@@ -258,53 +255,6 @@ for _name in INERT_CALLS:
     CALLS[_name] = _inert(_name)
 
 
-@allowed("numpy.dtype")
-def _dtype(code: Any, *_: Any) -> NumpyDtype:
-    code = code.decode("latin1") if isinstance(code, bytes) else code
-    if not isinstance(code, str):
-        raise bad("names a numpy type by something other than text")
-    return NumpyDtype(code.lstrip("<>=|"), code.startswith(">"))
-
-
-@allowed("numpy._core.multiarray._reconstruct")
-def _reconstruct(*_: Any) -> NumpyArray:
-    return NumpyArray()
-
-
-@allowed("numpy._core.numeric._frombuffer")
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> NumpyArray:
-    if not isinstance(dtype, NumpyDtype):
-        raise bad("builds an array without a type")
-    return NumpyArray(sizes(shape), dtype, order == "F", bytes_of(data))
-
-
-@allowed("numpy._core.multiarray.scalar")
-def _scalar(dtype: Any, data: Any = b"") -> Any:
-    if not isinstance(dtype, NumpyDtype):
-        raise bad("builds a number without a type")
-    if isinstance(data, Instance):
-        return data
-    return NumpyArray((), dtype, False, bytes_of(data))
-
-
-def array_state(array: NumpyArray, state: Any) -> None:
-    """Fill in an array from what numpy stores as its state."""
-    if not isinstance(state, tuple) or len(state) < 4:
-        raise bad("gives an array a state that is not one")
-    shape, dtype, fortran, data = state[-4:]
-    if not isinstance(dtype, NumpyDtype):
-        raise bad("builds an array without a type")
-    array.shape, array.dtype, array.fortran = sizes(shape), dtype, bool(fortran)
-    array.data = None if isinstance(data, list) else bytes_of(data)
-
-
-def dtype_state(dtype: NumpyDtype, state: Any) -> None:
-    """Fill in the byte order of a numpy dtype."""
-    if not isinstance(state, tuple) or len(state) < 2:
-        raise bad("gives a numpy type a state that is not one")
-    dtype.big_endian = state[1] in (">", b">")
-
-
 TORCH_DTYPES = {
     f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
@@ -332,42 +282,6 @@ STORAGE_TYPES = {
     for name, dtype in STORAGES.items()
     for module in ("torch", "torch.cuda", "torch.storage")
 }
-
-LOAD_BYTES = "torch.storage._load_from_bytes"
-"""How plain `pickle` writes storages; the interpreter hands it to the reader of torch files."""
-
-REFERENCES = frozenset(
-    {
-        *CALLS,
-        LOAD_BYTES,
-        *TORCH_DTYPES,
-        *STORAGE_TYPES,
-        *DESCRIBED,
-        "builtins.int",
-        "builtins.float",
-        "builtins.str",
-        "builtins.bool",
-        "builtins.object",
-        "numpy.ndarray",
-        "torch.Tensor",
-        "torch._tensor.Tensor",
-        "torch.nn.parameter.Buffer",
-        "torch.strided",
-        "torch.contiguous_format",
-        "torch.preserve_format",
-        "torch.channels_last",
-        "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-        "torch.distributed.checkpoint.metadata.Metadata",
-        "torch.distributed.checkpoint.metadata.MetadataIndex",
-        "torch.distributed.checkpoint.metadata.StorageMeta",
-        "torch.distributed.checkpoint.metadata.TensorProperties",
-        "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.distributed.checkpoint.filesystem._StoragePrefix",
-    }
-)
-"""Names that a pickle may mention or make inert instances of, in any file."""
 
 
 def _torch_dtype(value: Any) -> torch.dtype:

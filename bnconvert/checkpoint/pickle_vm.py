@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 from bnconvert.checkpoint import pickle_reader as argument
 from bnconvert.checkpoint.pickle_calls import (
     CALLS,
-    LOAD_BYTES,
-    REFERENCES,
     RefusedCallError,
-    array_state,
     bad,
-    dtype_state,
     hashable,
     new_instance,
     reconstruct,
 )
+from bnconvert.checkpoint.pickle_numpy import array_state, dtype_state
+from bnconvert.checkpoint.pickle_references import LOAD_BYTES, REFERENCES
 from bnconvert.checkpoint.pickle_values import (
     Global,
     Instance,
