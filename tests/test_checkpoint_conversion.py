@@ -6,6 +6,8 @@ import errno
 import gc
 import json
 import os
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import safetensors
 import safetensors.torch
 import timm
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import bnconvert.checkpoint.copying as copying
+import bnconvert.checkpoint.zip_writer as zip_writer
 from bnconvert.checkpoint import (
     Fact,
     convert_checkpoint,
@@ -405,3 +410,51 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, zipped: bool) -
         patch.setattr(copying.FileOutput, "write", sampled)
         convert_checkpoint(tmp_path / "w.pth", tmp_path / "w.safetensors", dtype="fp16")
     assert peak - before < 2 * 4 * count + (100 << 20)  # of a file of 252 MB
+
+
+def test_files_beyond_32_bits_are_written_as_torch_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zip_writer, "LARGE_FROM", 100)
+    state = {"a": torch.randn(50), "b": torch.arange(3), "c": torch.randn(60)}
+    save_checkpoint(state, tmp_path / "w.pth")
+    assert_bits(torch.load(tmp_path / "w.pth", weights_only=True), state)
+    with zipfile.ZipFile(tmp_path / "w.pth") as archive:
+        assert archive.testzip() is None
+        assert len(archive.infolist()) == 7
+
+
+NUMBERS = st.sampled_from(
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8,
+     torch.bool, torch.complex64]
+)  # fmt: skip
+
+
+@st.composite
+def states(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    names = draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5, unique=True))
+    state = {}
+    for name in names:
+        shape: list[int] = draw(st.lists(st.integers(0, 4), max_size=3))
+        tensor = torch.randint(-9, 9, shape).to(draw(NUMBERS))
+        flip: Any = st.booleans()
+        if shape and draw(flip):
+            tensor = tensor.transpose(0, -1)
+        state[f"x.{name}"] = tensor
+    return state
+
+
+@settings(
+    max_examples=25, deadline=None, database=None, derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(state=states())
+def test_any_state_dict_survives_every_format(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        source: Any = state
+        for kind in ("w.safetensors", "w.pth", "w"):
+            save_checkpoint(source, Path(folder) / kind)
+            source = load_checkpoint(Path(folder) / kind, prefix="")
+            assert_bits(source.tensors, state)

@@ -169,9 +169,16 @@ def nested(depth: int, kind: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [b"list", b"tuple", b"dict"])
-def test_deep_cyclic_and_repeated_structures_end_soon(tmp_path: Path, kind: bytes) -> None:
+def test_deep_structures_end_soon(tmp_path: Path, kind: bytes) -> None:
     start = time.monotonic()
     (tmp_path / "deep.pkl").write_bytes(nested(200_000, kind))
+    with pytest.raises(CheckpointError, match="deep.pkl"):
+        load_checkpoint(tmp_path / "deep.pkl")
+    assert time.monotonic() - start < 60
+
+
+def test_cyclic_and_repeated_structures_end_soon(tmp_path: Path) -> None:
+    start = time.monotonic()
     laughs = b"\x80\x02}X\x01\x00\x00\x00a" + b"]" + b"2\x86" * 2000 + b"s."
     (tmp_path / "laughs.pkl").write_bytes(laughs)
     cyclic: dict[str, Any] = {}
@@ -184,7 +191,23 @@ def test_deep_cyclic_and_repeated_structures_end_soon(tmp_path: Path, kind: byte
     for _ in range(60):
         doubled = nn.ModuleList([doubled, doubled])
     torch.save(doubled, tmp_path / "doubled.pt")
-    for name in ("deep.pkl", "laughs.pkl", "cyclic.pt", "module.pt", "doubled.pt"):
+    for name in ("laughs.pkl", "cyclic.pt", "module.pt", "doubled.pt"):
+        with pytest.raises(CheckpointError, match=name):
+            load_checkpoint(tmp_path / name)
+    assert time.monotonic() - start < 60
+
+
+def test_copies_of_copies_and_colliding_keys_end_soon(tmp_path: Path) -> None:
+    start = time.monotonic()
+    long = b"(" + b"N" * 200_000 + b"lq\x00"
+    copies = b"cbuiltins\nlist\nq\x01" + b"h\x01h\x00\x85R" * 20_000
+    (tmp_path / "copies.pkl").write_bytes(b"\x80\x02" + long + copies + b".")
+    keys = b"".join(
+        b"\x8a\x0a" + (index * ((1 << 61) - 1)).to_bytes(10, "little") + b"N"
+        for index in range(1, 60_000)
+    )
+    (tmp_path / "keys.pkl").write_bytes(b"\x80\x02}(" + keys + b"u.")
+    for name in ("copies.pkl", "keys.pkl"):
         with pytest.raises(CheckpointError, match=name):
             load_checkpoint(tmp_path / name)
     assert time.monotonic() - start < 60

@@ -8,7 +8,7 @@ from bnconvert.checkpoint.pickle_values import Instance, as_lazy
 from bnconvert.checkpoint.record import Fact, Facts, Weights
 from bnconvert.errors import CheckpointError
 
-MAX_MODULES = 30_000
+MAX_MODULES = 20_000
 MAX_DEPTH = 200
 
 FACTS = ("eps", "momentum", "affine", "track_running_stats", "inplace_abn")

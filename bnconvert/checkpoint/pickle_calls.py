@@ -41,6 +41,8 @@ class RefusedCallError(Exception):
 
 
 MAX_DIMENSIONS = 64
+LARGEST_KEY = (1 << 61) - 1
+"""Python hashes integers modulo this."""
 
 
 def allowed(*names: str) -> Callable[[Call], Call]:
@@ -299,9 +301,15 @@ def hashable(key: Any) -> Any:
         budget -= 1
         if isinstance(value, tuple):
             pending.extend(value[:256])
-        if budget < 0 or isinstance(value, (dict, list, set, bytearray)):
+        unhashable = isinstance(value, (dict, list, set, bytearray))
+        if budget < 0 or unhashable or _may_collide(value):
             raise bad("uses something as a dictionary key that cannot be one")
     return key
+
+
+def _may_collide(value: Any) -> bool:
+    """Return whether a number is so large that many of its kind have one hash, which is slow."""
+    return isinstance(value, (int, float)) and not abs(value) < LARGEST_KEY
 
 
 def new_instance(cls: Any, args: Any) -> Any:

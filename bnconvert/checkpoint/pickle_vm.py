@@ -38,12 +38,16 @@ if TYPE_CHECKING:
     from bnconvert.checkpoint.pickle_reader import PickleReader
 
 MAX_INSTRUCTIONS = 30_000_000
+MAX_COPIED = 30_000_000
+"""Elements that calls may copy in all; a list can be named again and again in a few bytes."""
+
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg", "UserDict": "collections"}
 _MODULES = {
     "numpy.core.multiarray": "numpy._core.multiarray",
     "numpy.core.numeric": "numpy._core.numeric",
 }
 _MARK = object()
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes)
 
 
 class PickleMachine:
@@ -75,6 +79,7 @@ class PickleMachine:
         self.called: dict[str, None] = {}
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
+        self.copied = 0
 
     def run(self) -> Any:
         """Return the pickled value.
@@ -95,8 +100,6 @@ class PickleMachine:
         except (
             ValueError,
             TypeError,
-            IndexError,
-            KeyError,
             AttributeError,
             LookupError,
             RecursionError,
@@ -142,6 +145,9 @@ class PickleMachine:
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise bad("calls something that is no function")
         name = function.name
+        self.copied += sum(len(value) for value in args if isinstance(value, _SIZED))
+        if self.copied > MAX_COPIED:
+            raise bad("copies the same values over and over")
         if name == "copyreg._reconstructor":
             return reconstruct(*args)
         if name == "copyreg.__newobj__":

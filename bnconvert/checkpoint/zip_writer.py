@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """torch maps storages into memory at this alignment."""
 
-_BIG = 0xFFFFFFFF
+LARGE_FROM = 0xFFFFFFFF
+"""Sizes and offsets from here on are written in 64 bits."""
+
+_ELSEWHERE = 0xFFFFFFFF
 _TIME, _DATE = 0, 0x21  # 1980-01-01: a copy of the same weights is the same file
 
 
@@ -66,8 +69,8 @@ class ZipWriter:
         self.position += data.nbytes
 
     def _local_header(self, name: bytes, nbytes: int) -> bytes:
-        large = nbytes >= _BIG
-        size = _BIG if large else nbytes
+        large = nbytes >= LARGE_FROM
+        size = _short(nbytes)
         extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if large else b""
         unpadded = self.position + 30 + len(name) + len(extra) + 4
         padding = -unpadded % ALIGNMENT
@@ -86,10 +89,15 @@ class ZipWriter:
         self._write(memoryview(_end(len(self.members), self.position - start, start)))
 
 
+def _short(value: int) -> int:
+    """Return a value for a 32-bit field, or the mark that says it stands elsewhere."""
+    return _ELSEWHERE if value >= LARGE_FROM else value
+
+
 def _directory_entry(member: _Member) -> bytes:
-    values = [v for v in (member.nbytes, member.nbytes, member.offset) if v >= _BIG]
+    values = [v for v in (member.nbytes, member.nbytes, member.offset) if v >= LARGE_FROM]
     extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    size, offset = min(member.nbytes, _BIG), min(member.offset, _BIG)
+    size, offset = _short(member.nbytes), _short(member.offset)
     fixed = struct.pack(
         "<IHHHHHHIIIHHHHHII", 0x02014B50, 45, 45 if values else 0, 0x0800, 0, _TIME, _DATE,
         member.crc, size, size, len(member.name), len(extra), 0, 0, 0, 0, offset,
@@ -99,11 +107,11 @@ def _directory_entry(member: _Member) -> bytes:
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
     large = b""
-    if count >= 0xFFFF or start + nbytes >= _BIG:
+    if count >= 0xFFFF or start + nbytes >= LARGE_FROM:
         large = struct.pack(
             "<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, nbytes, start
         ) + struct.pack("<IIQI", 0x07064B50, 0, start + nbytes, 1)
     return large + struct.pack(
         "<IHHHHIIH", 0x06054B50, 0, 0, min(count, 0xFFFF), min(count, 0xFFFF),
-        min(nbytes, _BIG), min(start, _BIG), 0,
+        _short(nbytes), _short(start), 0,
     )  # fmt: skip
