@@ -26,6 +26,9 @@ _BACKWARD_INPUT = struct.Struct("9Qfi")
 _SCALAR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 """`ScalarType` in the sources."""
 
+_MAX_POSITIONS = 2**31 - 1
+"""What an int of the sources counts; whole tensors and channels may have more elements."""
+
 
 class Driver(Protocol):
     """Runs kernels on one device."""
@@ -71,6 +74,8 @@ def unsupported(
     """Return why the kernels cannot take these tensors, "" when they can."""
     if input.dtype not in SCALARS:
         return f"they take float32, float16 and bfloat16, not {_name(input.dtype)}"
+    if input.shape[2:].numel() > _MAX_POSITIONS:
+        return f"they take at most {_MAX_POSITIONS} positions per channel of an image"
     for tensor in (weight, bias):
         if tensor is not None and tensor.dtype not in (torch.float32, input.dtype):
             return (

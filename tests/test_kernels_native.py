@@ -438,6 +438,7 @@ def test_arguments_of_another_size_are_refused() -> None:
     ("tensors", "reason"),
     [
         ({"input": torch.zeros(2, 3).double()}, "not float64"),
+        ({"input": torch.zeros(1, 1, 1).expand(1, 3, 2**31)}, "at most 2147483647 positions"),
         ({"weight": torch.ones(3).half()}, "not float16"),
         ({"bias": torch.ones(3).bfloat16()}, "not bfloat16"),
         ({"running_var": torch.ones(3).double()}, "of one dtype"),
