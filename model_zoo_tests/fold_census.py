@@ -212,7 +212,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """Return the table of all results as Markdown."""
     import timm
 
-    ways = ("backward", "forward", "across", "split", "left")
+    ways = ("backward", "forward", "across", "split", "reparameterized", "left")
     lines = [
         "# What is left of the BatchNorms of timm",
         "",
@@ -221,9 +221,10 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{timm.__version__} and torch {torch.__version__}, on random weights and statistics."
         ),
         "Columns: BatchNorm layers; in the module tree, how many went backward, forward (of these,",
-        "across an activation that became a clamp), apart in both directions, and how many are",
-        "left; in graph form, how many were merged with their branches and how many are left, and",
-        "the number of convolutions before and after. The last columns say what other tools leave;",
+        "across an activation that became a clamp), apart in both directions, into their block by",
+        "its own method, and how many are left; in graph form, how many were merged with their",
+        "branches and how many are left, and the number of convolutions before and after. The last",
+        "columns say what other tools leave;",
         "the file that onnxruntime optimised is that of its extended level.",
         "",
         "| model | BN | "

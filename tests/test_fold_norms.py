@@ -23,6 +23,7 @@ from bnconvert import (
     plan_fold_batchnorm,
 )
 from bnconvert.fold.clamp import ChannelClamp
+from bnconvert.fold.topology import describe_topology, rebuild_topology
 from bnconvert.testing import randomize_batchnorm
 from tests.fold_support import Steps, check_folds, image
 
@@ -201,3 +202,46 @@ def test_nothing_of_torchcrepe_goes_back_across_its_relu() -> None:
             assert f"pad{number + 1} (pad) pads with the constant 0" in layer.reason
         fold_batchnorm(model, x)
         torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+
+
+def branches() -> nn.Sequential:
+    """Return two blocks whose identity branches hold norms that nothing else can take in."""
+    from timm.models.byobnet import MobileOneBlock
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MobileOneBlock(6, 6, 3, num_conv_branches=2) for _ in range(2)))
+    randomize_batchnorm(model)
+    return model.eval()
+
+
+def test_blocks_merge_their_branches_by_their_own_method() -> None:
+    model = branches()
+    x = image()
+    with torch.no_grad():
+        expected = model(x)
+        plan = plan_fold_batchnorm(model, x)
+        assert not plan.report.left, str(plan)
+        assert "by its own method reparameterize" in str(plan)
+        plan.apply()
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 2
+    other = branches()
+    rebuild_topology(other, describe_topology(model))
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=0)
+
+
+def test_a_method_that_changes_the_result_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from timm.models.byobnet import MobileOneBlock
+
+    right = MobileOneBlock._get_kernel_bias
+    monkeypatch.setattr(
+        MobileOneBlock, "_get_kernel_bias", lambda self: [1.001 * part for part in right(self)]
+    )
+    report = plan_fold_batchnorm(branches(), image()).report
+    assert [layer.name for layer in report.left] == ["0.identity", "1.identity"]
+
+
+def test_a_block_with_a_norm_that_must_stay_is_not_touched() -> None:
+    report = plan_fold_batchnorm(branches(), image(), exclude="0.identity").report
+    assert [layer.name for layer in report.left] == ["0.identity"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from bnconvert.fold.proof import (
     random_like,
     relative_difference,
 )
+from bnconvert.fold.reparameterize import find_blocks
 from bnconvert.fold.report import FoldReport, count_ways, layer_report
 from bnconvert.fold.search import Context
 from bnconvert.fold.shared import separate_shared
@@ -36,8 +38,10 @@ from bnconvert.walk import Norm
 from bnconvert.walk import find_norms as find_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from bnconvert.arguments import Arguments
-    from bnconvert.fold.edits import TreeEdit
+    from bnconvert.fold.edits import Reparameterize, TreeEdit
     from bnconvert.plan import Undo
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -105,11 +109,48 @@ def plan_fold_batchnorm(
     before = run(model, arguments)
     folding = _Folding(model, selection, arguments, clone_shared=clone_shared)
     folding.plan(rewrite_activations)
+    blocks = find_blocks(model, folding.left, folding.kept) if verify and not clone_shared else []
+    merged = _merge_blocks(folding, blocks, rewrite_activations, before) if blocks else None
+    if merged is not None:
+        return Plan(model, merged[1], merged[0].plan_edits())
     proof = folding.prove(before) if verify else None
-    report = FoldReport(
-        "fold", tuple(folding.entries()), proof, count_ways(list(folding.groups.values()))
-    )
+    report = FoldReport("fold", tuple(folding.entries()), proof, folding.ways())
     return Plan(model, report, folding.plan_edits())
+
+
+def _merge_blocks(
+    plain: _Folding, blocks: list[Reparameterize], rewrite_activations: bool, before: Any
+) -> tuple[_Folding, FoldReport] | None:
+    """Fold a model whose blocks merge their branches first.
+
+    Returns None when a block's method fails, or the proof does.
+    """
+    try:
+        folding = _Folding(plain.model, plain.selection, plain.arguments, blocks=blocks)
+        folding.plan(rewrite_activations)
+        proof = folding.prove(before)
+    except Exception:  # a method of another library may raise anything; the plain fold remains
+        return None
+    own = folding.entries()
+    entries = _join(plain.entries(), own, blocks)
+    ways = (*folding.ways(), ("reparameterized", len(entries) - len(own)))
+    return folding, FoldReport("fold", tuple(entries), proof, ways)
+
+
+def _join(
+    plain: list[LayerReport], merged: list[LayerReport], blocks: list[Reparameterize]
+) -> list[LayerReport]:
+    """Return the entries after merging, with those of norms that went into a block in place."""
+    known = {entry.name: entry for entry in merged}
+    entries = []
+    for entry in plain:
+        block = next((b for b in blocks if entry.name.startswith(f"{b.name}.")), None)
+        if entry.name in known or block is None:
+            entries.append(known.get(entry.name, entry))
+        else:
+            now = f"with its branches into {block.name}, by its own method {block.method}"
+            entries.append(replace(entry, outcome=Outcome.FOLDED, now=now, reason=""))
+    return entries
 
 
 class _Folding:
@@ -121,14 +162,24 @@ class _Folding:
         selection: Selection,
         arguments: Arguments,
         *,
-        clone_shared: bool,
+        clone_shared: bool = False,
+        blocks: Sequence[Reparameterize] = (),
     ) -> None:
         self.model = model
+        self.selection = selection
         self.arguments = arguments
-        captured = mirror(model) if clone_shared else model
-        self._separations = separate_shared(captured) if clone_shared else []
+        captured, inputs = model, arguments
+        self._blocks = blocks
+        self._separations: list[TreeEdit] = []
+        if clone_shared:
+            captured = mirror(model)
+            self._separations = separate_shared(captured)
+        elif blocks:  # in float64, so that what goes into a merged block is not rounded twice
+            captured, inputs = mirror(model, torch.float64), arguments.to(torch.float64)
+            for block in blocks:
+                block.apply(captured)
         self.layers = find_layers(captured)
-        self.graph = FoldGraph(capture(captured, arguments))
+        self.graph = FoldGraph(capture(captured, inputs))
         self.target = TreeTarget(captured, self.graph)
         self.groups: dict[int, Group] = {}
         self.functions: list[LayerReport] = []
@@ -179,8 +230,22 @@ class _Folding:
         planner = Planner(context, list(self.groups.values()), rewrite_activations)
         planner.run()
         folds = self.target.edits(planner, context.changed_sites())
-        self.edits = [*self._separations, *folds] if folds else []
+        self.edits = [*self._separations, *self._blocks, *folds] if folds or self._blocks else []
         self._moved = self.target.modules_ending_in(planner.changed)
+
+    @property
+    def left(self) -> list[str]:
+        """Names of the norms that might be folded and are left."""
+        return [g.name for g in self.groups.values() if g.move is None and not g.refusal]
+
+    @property
+    def kept(self) -> set[str]:
+        """Names of the norms that must not change."""
+        return {group.name for group in self.groups.values() if group.refusal}
+
+    def ways(self) -> tuple[tuple[str, int], ...]:
+        """Return how many norms went each way."""
+        return count_ways(list(self.groups.values()))
 
     def entries(self) -> list[LayerReport]:
         """Return one entry per layer and name, in the order of the model."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bnconvert.fold.algebra import cast
 from bnconvert.fold.become import become
 from bnconvert.fold.clamp import ChannelClamp
+from bnconvert.fold.float64 import in_float64
 from bnconvert.fold.mirror import mirror
 from bnconvert.fold.plain import make_plain
 
@@ -144,6 +145,31 @@ class Separate:
 
 
 @dataclass(frozen=True)
+class Reparameterize:
+    """A block with branches becomes what its own method makes of it, computed in float64.
+
+    Attributes:
+        name: Qualified name.
+        method: Name of the method, which changes the block in place or returns another.
+    """
+
+    name: str
+    method: str
+
+    def apply(self, root: nn.Module) -> Undo:
+        """Change the tree and return what takes it back."""
+        module = root.get_submodule(self.name)
+        like = reference(module)
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        twin = mirror(module, torch.float64)
+        with in_float64():
+            returned = getattr(twin, self.method)()
+        twin = returned if isinstance(returned, nn.Module) else twin
+        twin.to(like.device, like.dtype).requires_grad_(trains).train(module.training)
+        return become(module, twin)
+
+
+@dataclass(frozen=True)
 class SetAffine:
     """A norm that stays takes in the map of another that followed it.
 
@@ -195,7 +221,9 @@ class SetWeights:
         return _undo_all(*undos)
 
 
-TreeEdit = RemoveNorm | ClampActivation | NotInPlace | Separate | SetAffine | SetWeights
+TreeEdit = (
+    RemoveNorm | ClampActivation | NotInPlace | Separate | Reparameterize | SetAffine | SetWeights
+)
 
 
 def reference(module: nn.Module) -> Tensor:

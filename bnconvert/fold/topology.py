@@ -18,11 +18,13 @@ from bnconvert.fold.edits import (
     ClampActivation,
     NotInPlace,
     RemoveNorm,
+    Reparameterize,
     Separate,
     SetAffine,
     SetWeights,
     TreeEdit,
 )
+from bnconvert.fold.reparameterize import METHODS
 from bnconvert.plan import Plan
 from bnconvert.report import Report
 
@@ -99,6 +101,8 @@ def _entry(edit: TreeEdit) -> dict[str, Any]:
     entry: dict[str, Any] = {"edit": type(edit).__name__, "name": edit.name}
     if isinstance(edit, SetWeights):
         entry |= {"bias": None if edit.bias is None else len(edit.bias), "plain": edit.plain}
+    elif isinstance(edit, Reparameterize):
+        entry["method"] = edit.method
     elif isinstance(edit, SetAffine):
         entry["channels"] = len(edit.weight)
     elif isinstance(edit, ClampActivation):
@@ -119,6 +123,8 @@ def _read(model: nn.Module, entry: dict[str, Any]) -> TreeEdit:
         return RemoveNorm(name, _bounds(entry["shape"]) if "shape" in entry else None)
     if kind == "ClampActivation":
         return ClampActivation(name, _bounds(entry["shape"]), entry["like"])
+    if kind == "Reparameterize" and entry["method"] in METHODS:
+        return Reparameterize(name, entry["method"])
     if kind in {"NotInPlace", "Separate"}:
         return NotInPlace(name) if kind == "NotInPlace" else Separate(name)
     raise BnconvertError(
