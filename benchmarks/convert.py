@@ -12,13 +12,14 @@ import json
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import timm
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from bnconvert import convert_sync_batchnorm, revert_sync_batchnorm
-from bnconvert.kernels import reference
+from bnconvert import SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm
 from bnconvert.report import format_table
 
 if TYPE_CHECKING:
@@ -58,11 +59,25 @@ def measure(build: Callable[[], nn.Module], rounds: int) -> dict[str, float]:
 
 
 def payload(world_size: int) -> dict[str, int]:
-    """Return the bytes per layer and rank that a forward pass holds for communication."""
-    sums = reference.local_sums(torch.zeros(1, CHANNELS, 1, 1, device="cpu"))
-    # torch's function gathers [mean | invstd | count] of every rank, 2C + 1 values in float32.
-    gathered = world_size * (2 * CHANNELS + 1) * torch.float32.itemsize
-    return {"ours": sums.numel() * sums.element_size(), "torch": gathered}
+    """Return the bytes per layer and rank that a forward pass holds for communication.
+
+    Ours are those of the buffers that the layer really gives to the all-reduce, in a group of fake
+    ranks. torch's layer runs on GPUs only; its function gathers [mean | invstd | count] of every
+    rank, 2C + 1 values in float32.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            SyncBatchNorm2d(CHANNELS, device="cpu")(torch.randn(2, CHANNELS, 2, 2, device="cpu"))
+        sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
+    finally:
+        dist.destroy_process_group()
+    return {
+        "ours": sent,
+        "torch": world_size * (2 * CHANNELS + 1) * torch.float32.itemsize,
+    }
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The main job on real input: an ImageNet network, photographs, two processes, an ONNX file.
 
-Run by `make demo`. Weights and photographs come from packages of the test extra; nothing is
-downloaded while it runs. Everything it writes goes to `out/demo`.
+Run by `make demo`. Weights, photographs and handwritten digits come from packages of the test
+extra; nothing is downloaded while it runs. Everything it writes goes to `out/demo`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
 import bnconvert
+from bnconvert.report import format_table
 
 MODEL = "tf_efficientnet_lite0"
 PHOTOS = ("coffee.png", "chelsea.png", "rocket.jpg", "motorcycle_left.png")
 OUT = Path("out/demo")
-STEPS = 4
 
 
 def package_file(package: str, path: str) -> Path:
@@ -52,35 +50,16 @@ def photographs() -> Tensor:
     return torch.stack([transform(Image.open(path).convert("RGB")) for path in paths])
 
 
-def load() -> nn.Module:
-    """Return the network with its ImageNet weights."""
-    return bnconvert.load_model(MODEL, weights())
+def write_digits(folder: Path) -> None:
+    """Write scikit-learn's handwritten digits as an image folder; every fifth is for validation."""
+    from sklearn.datasets import load_digits
 
-
-def train(rank: int, folder: str) -> str:
-    """Fine-tune on crops of the photographs in one of two processes; rank 0 saves the result."""
-    torch.manual_seed(rank)
-    model = bnconvert.load_model(folder)
-    bnconvert.verify_ranks(model)
-    with torch.no_grad():
-        images = photographs()
-        target = load().eval()(images).argmax(1)
-    mine = slice(2 * rank, 2 * rank + 2)
-    parallel = nn.parallel.DistributedDataParallel(model.train())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    losses = []
-    for _ in range(STEPS):
-        shift = int(torch.randint(0, 24, ()))
-        batch = images[mine, :, shift : shift + 192, shift : shift + 192]
-        loss = F.cross_entropy(parallel(batch), target[mine])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        dist.all_reduce(loss.detach())
-        losses.append(f"{loss.item() / 2:.3f}")
-    if rank == 0:
-        bnconvert.save_model(parallel, OUT / "trained")
-    return " ".join(losses)
+    digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        place = folder / ("train" if number % 5 else "val") / str(label)
+        place.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray((pixels * (255 / 16)).astype("uint8"))
+        image.resize((64, 64), Image.Resampling.BICUBIC).save(place / f"{number:04}.png")
 
 
 def labels(logits: Tensor) -> list[str]:
@@ -106,43 +85,58 @@ def onnx_logits(path: Path, images: Tensor) -> Tensor:
 
 def command(*arguments: str | Path) -> None:
     """Run the command line as a user would, showing the command."""
+    print(f"\n$ bnconvert {' '.join(map(str, arguments))}", flush=True)
     subprocess.run([sys.executable, "-m", "bnconvert", *map(str, arguments)], check=True)  # noqa: S603
 
 
 @torch.no_grad()
-def main() -> None:
-    """Run the whole job and print what every form of the network says about the photographs."""
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+def convert_and_export() -> None:
+    """Convert, revert and export the ImageNet network; compare all forms on the photographs."""
     images = photographs()
     command("inspect", MODEL, "--checkpoint", weights())
     command("convert", MODEL, "--checkpoint", weights(), "-o", OUT / "sync", "--strict")
-    original = load().eval()(images)
-    synchronized = bnconvert.load_model(OUT / "sync").eval()
-    converted = synchronized(images)
-    reverted = bnconvert.revert_sync_batchnorm(synchronized)(images)
-    if not (torch.equal(original, converted) and torch.equal(original, reverted)):
-        sys.exit("converting changed the outputs")
+    command("revert", OUT / "sync", "-o", OUT / "plain", "--strict")
+    command("export", OUT / "plain", "-o", OUT / "imagenet.onnx")
+    command("compare", OUT / "plain", OUT / "imagenet.onnx")
 
-    with torch.enable_grad():
-        pass
-
-    command("revert", OUT / "trained", "-o", OUT / "plain", "--strict")
-    command("export", OUT / "plain", "-o", OUT / "model.onnx")
-    command("compare", OUT / "plain", OUT / "model.onnx")
-    tuned = bnconvert.load_model(OUT / "plain").eval()(images)
-    exported = onnx_logits(OUT / "model.onnx", images)
-    list(
-        zip(
-            ("photograph", *PHOTOS),
-            ("original", *labels(original)),
-            ("converted", *labels(converted)),
-            ("reverted", *labels(reverted)),
-            ("fine-tuned, reverted", *labels(tuned)),
-            ("its ONNX file", *labels(exported)),
-            strict=True,
-        )
+    model: nn.Module = bnconvert.load_model(MODEL, weights()).eval()
+    original = model(images)
+    converted = bnconvert.convert_sync_batchnorm(model)(images)
+    reverted = bnconvert.revert_sync_batchnorm(model)(images)
+    stored = bnconvert.load_model(OUT / "plain").eval()(images)
+    for other in (converted, reverted, stored):
+        if not torch.equal(original, other):
+            sys.exit("converting changed the outputs")
+    rows = zip(
+        ("photograph", *PHOTOS),
+        ("original", *labels(original)),
+        ("converted", *labels(converted)),
+        ("reverted", *labels(reverted)),
+        ("ONNX", *labels(onnx_logits(OUT / "imagenet.onnx", images))),
+        strict=True,
     )
+    print("\n" + "\n".join(format_table(list(rows))))
+    print("original, converted and reverted agree bit for bit")
+
+
+def fine_tune() -> None:
+    """Fine-tune on digits in two processes with synchronised layers, and export the result."""
+    write_digits(OUT / "digits")
+    command(
+        *("finetune", MODEL, "--checkpoint", weights(), "--data", OUT / "digits"),
+        *("-o", OUT / "tuned", "--nproc", "2", "--norm", "sync", "--epochs", "1"),
+        *("--img-size", "64", "--batch-size", "16", "--lr", "0.02", "--no-aug", "--workers", "0"),
+        *("--num-classes", "10", "--export", OUT / "digits.onnx"),
+    )
+    command("compare", OUT / "tuned", OUT / "digits.onnx")
+
+
+def main() -> None:
+    """Run the whole job."""
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    convert_and_export()
+    fine_tune()
 
 
 if __name__ == "__main__":

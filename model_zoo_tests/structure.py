@@ -99,14 +99,17 @@ def summarize(results: list[Result]) -> str:
     smallest: dict[str, Result] = {}
     for result in sorted(with_norms, key=lambda r: (r.parameters, r.name)):
         smallest.setdefault(result.family, result)
+    found = (
+        f"timm {timm.__version__}, torch {torch.__version__}: {len(results)} models, "
+        f"{len(with_norms)} with BatchNorm ({sum(r.norms for r in with_norms)} layers, "
+        f"{len(smallest)} families), {len(problems)} problems."
+    )
     lines = [
         "# Conversion of the whole timm zoo, structurally",
         "",
         "Written by `make zoo`: every model is built on the meta device, converted and reverted.",
         "",
-        f"timm {timm.__version__}, torch {torch.__version__}: {len(results)} models, "
-        f"{len(with_norms)} with BatchNorm ({sum(r.norms for r in with_norms)} layers, "
-        f"{len(smallest)} families), {len(problems)} problems.",
+        found,
         "",
         "| family | models | smallest | parameters | BatchNorm layers |",
         "|---|---|---|---|---|",

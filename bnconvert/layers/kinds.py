@@ -44,6 +44,8 @@ def kind_of(module: nn.Module) -> Kind | None:
     cls = type(module)
     if cls in _NOT_BY_CLASS:
         return Kind.UNKNOWN if _holds_statistics(module) else None
+    if isinstance(module, torch.jit.ScriptModule):
+        return Kind.SCRIPTED if _is_scripted_norm(module) else None
     kind = _kind_by_type(module)
     if kind is None and not _holds_statistics(module) and not _depends_on_instance(cls):
         _NOT_BY_CLASS.add(cls)
@@ -53,13 +55,11 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _depends_on_instance(cls: type) -> bool:
-    special = (torch.jit.ScriptModule, torch.fx.GraphModule, _InstanceNorm)
+    special = (torch.fx.GraphModule, _InstanceNorm)
     return issubclass(cls, special) or _LEAF_NAMES.search(cls.__name__) is not None
 
 
 def _kind_by_type(module: nn.Module) -> Kind | None:
-    if isinstance(module, torch.jit.ScriptModule):
-        return Kind.SCRIPTED if _is_scripted_norm(module) else None
     if isinstance(module, torch.fx.GraphModule):
         return Kind.EXPORTED if _calls_batch_norm(module) else None
     if isinstance(module, _InstanceNorm):
