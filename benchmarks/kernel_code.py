@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bnconvert.kernels import nvrtc
 from bnconvert.kernels.variants import KERNELS, Variant, all_variants, translation_unit
 from bnconvert.report import format_table
@@ -26,17 +28,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Compile, print a table per architecture, and say which variants are not as they should be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sm", type=int, nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--common", action="store_true", help="only the variants of the table")
     parser.add_argument("--jobs", type=int, default=1, help="compilations at a time")
     parser.add_argument("--json", type=Path, help="also write every variant's numbers here")
     options = parser.parse_args(arguments)
+    variants = [v for v in all_variants() if not options.common or is_common(v)]
+    pieces = [variants[start : start + 12] for start in range(0, len(variants), 12)]
     found: list[dict[str, Any]] = []
     for architecture in options.sm:
         start = time.perf_counter()
         with ThreadPoolExecutor(options.jobs) as pool:
-            for rows in pool.map(lambda group: examine(group, architecture), groups()):  # noqa: B023
+            for rows in pool.map(lambda group: examine(group, architecture), pieces):  # noqa: B023
                 found += rows
         seconds = time.perf_counter() - start
-        print(f"sm_{architecture}: {len(all_variants())} variants in {seconds:.0f} s", flush=True)
+        print(f"sm_{architecture}: {len(variants)} variants in {seconds:.0f} s", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     print("\n".join(summary(found)))
@@ -46,10 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def groups() -> list[list[Variant]]:
-    """Return the variants in pieces that are compiled together."""
-    variants = all_variants()
-    return [variants[start : start + 12] for start in range(0, len(variants), 12)]
+def is_common(variant: Variant) -> bool:
+    """Whether a variant stands in the table: bfloat16, channels last, 16-byte accesses."""
+    return (
+        variant.dtype == torch.bfloat16
+        and variant.channels_last
+        and variant.width == 8
+        and not variant.residual
+    )
 
 
 def examine(variants: list[Variant], architecture: int) -> list[dict[str, Any]]:
@@ -69,11 +78,8 @@ def examine(variants: list[Variant], architecture: int) -> list[dict[str, Any]]:
                 "sm": architecture,
                 "name": variant.name,
                 "kernel": variant.kernel,
-                "dtype": str(variant.dtype).removeprefix("torch."),
-                "channels_last": variant.channels_last,
-                "width": variant.width,
                 "activation": variant.activation,
-                "residual": variant.residual,
+                "common": is_common(variant),
                 "registers": kernel.registers,
                 "stack": kernel.stack,
                 "local": kernel.local,
@@ -85,13 +91,8 @@ def examine(variants: list[Variant], architecture: int) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a table for bfloat16, channels last, 16-byte accesses: the common case."""
-    common = [
-        row
-        for row in rows
-        if (row["dtype"], row["channels_last"], row["width"]) == ("bfloat16", True, 8)
-        and not row["residual"]
-    ]
+    """Return a table of the common variants."""
+    common = [row for row in rows if row["common"]]
     architectures = sorted({row["sm"] for row in common})
     table = [("kernel", "activation", *(f"sm_{sm}" for sm in architectures))]
     for kernel in KERNELS:
