@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import enum
 import importlib.util
+import os
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,13 +75,14 @@ class StubDriver(types.ModuleType):
         (address,) = (ctypes.c_void_p * 1).from_address(parameters)
         self.addresses.append(int(address or 0))
         variant = BY_NAME[function]
-        size = {"stats": 96, "normalize": 176, "backward_reduce": 152, "backward_input": 136}
-        message = load(build(group_of(variant)), function)(
+        library = build(group_of(variant))
+        size = ctypes.c_size_t.in_dll(ctypes.CDLL(str(library)), f"size_{function}")
+        message = load(library, function)(
             (ctypes.c_uint * 2)(gx, gy),
             (ctypes.c_uint * 2)(bx, by),
             shared,
             parameters,
-            size[variant.kernel],
+            size.value,
             1,
         )
         if message is not None:
@@ -148,9 +152,9 @@ def step(driver: CudaDriver, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return output, grad_input
 
 
-def test_arguments_arrive_in_every_kernel(cuda: CudaDriver, stub: StubDriver) -> None:
+def check_step(driver: CudaDriver) -> None:
     x = torch.randn(6, 5, 4, 4)
-    output, grad_input = step(cuda, x)
+    output, grad_input = step(driver, x)
     exact = x.double().requires_grad_()
     normalized = torch.batch_norm(exact, None, None, None, None, True, 0.1, 1e-5, False)
     expected = torch.relu(normalized + x)  # the residual's own gradient is another output
@@ -158,6 +162,10 @@ def test_arguments_arrive_in_every_kernel(cuda: CudaDriver, stub: StubDriver) ->
     assert exact.grad is not None
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad_input.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_arguments_arrive_in_every_kernel(cuda: CudaDriver, stub: StubDriver) -> None:
+    check_step(cuda)
     assert stub.calls.count("cuLaunchKernel") == 4
 
 
@@ -249,3 +257,40 @@ def test_threads_load_a_kernel_once(cuda: CudaDriver, stub: StubDriver) -> None:
 
 def test_architecture_is_that_of_the_device(cuda: CudaDriver) -> None:
     assert (cuda.architecture, cuda.multiprocessors) == (90, 2)
+
+
+def run_on_the_bindings() -> None:
+    """In a process whose libcuda.so.1 is the stub: check all kernels, through `cuda.bindings`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Torch(monkeypatch)
+
+        def path_of(variant: Variant, architecture: int) -> bytes:
+            return bytes(build(group_of(variant))) + b"\0"
+
+        monkeypatch.setattr(nvrtc, "cubin", path_of)
+        driver = CudaDriver(torch.device("cuda", 0))
+        driver.device = torch.device("cpu", 0)
+        check_step(driver)
+        monkeypatch.setattr(nvrtc, "cubin", lambda *_: b"/no/such/library\0")
+        with pytest.raises(KernelError, match="the CUDA driver reports CUDA_ERROR_INVALID_IMAGE"):
+            native.local_sums(driver, torch.randn(8, 4))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None,
+    reason="this torch comes without cuda.bindings, as its CPU wheels do",
+)
+def test_the_bindings_pass_everything_on_to_a_driver_library(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "shim" / "libcuda.c"
+    command = [str(COMPILER), "-x", "c", "-shared", "-fPIC", str(source), "-ldl"]
+    subprocess.run([*command, "-o", str(tmp_path / "libcuda.so.1")], check=True)  # noqa: S603
+    code = "from tests import test_kernels_driver as t; t.run_on_the_bindings(); print('done')"
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    result = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.stdout.strip() == "done", result.stderr[-3000:]

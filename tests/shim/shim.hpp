@@ -277,8 +277,10 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
   return old;
 }
 
-// Make a kernel callable from Python; the name of the entry is that of the kernel with `launch_`.
+// Make a kernel callable from Python as `launch_` with its name, and say what it takes.
 #define SHIM_EXPORT(name, Arguments)                                                            \
+  extern "C" const size_t size_##name;                                                          \
+  const size_t size_##name = sizeof(Arguments);                                                 \
   extern "C" const char* launch_##name(const unsigned* grid, const unsigned* block,             \
                                        size_t shared_bytes, void** parameters,                  \
                                        size_t argument_bytes, uint64_t seed) {                  \
