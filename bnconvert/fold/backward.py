@@ -50,7 +50,7 @@ def move_back(context: Context, node: fx.Node, motion: Motion, reader: fx.Node) 
     move = Move(passed={node: motion.numbers})
     site = context.site(node)
     if site is not None:
-        context.target.check_site(site)
+        context.check_site(site)
         move.absorptions.append(_into_site(site, motion))
     elif node in context.norms:
         context.target.check_norm(context.norms[node])

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from bnconvert.errors import BnconvertError
-from bnconvert.fold.capture import arguments_for, capture, refuse_training_mode, run
+from bnconvert.fold.capture import (
+    arguments_for,
+    capture,
+    refuse_training_mode,
+    refuse_uninitialized,
+    run,
+)
 from bnconvert.fold.float64 import in_float64
 from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.mirror import mirror
@@ -30,6 +36,7 @@ from bnconvert.fold.search import Context
 from bnconvert.fold.shared import separate_shared
 from bnconvert.fold.topology import record
 from bnconvert.fold.tree import TreeTarget
+from bnconvert.forwarding import unwrap, without_compilation
 from bnconvert.layers.kinds import Kind
 from bnconvert.plan import Plan
 from bnconvert.report import LayerReport, Outcome
@@ -103,17 +110,21 @@ def plan_fold_batchnorm(
 ) -> Plan[ModelT]:
     """Return what `fold_batchnorm` would do, proof included; arguments and errors are the same."""
     find_layers(model)  # refuses what is no module
-    refuse_training_mode(model)
+    inner = unwrap(model)
+    refuse_training_mode(inner)
+    refuse_uninitialized(inner)
     selection = Selection(include, exclude)
-    arguments = arguments_for(model, example_inputs)
-    before = run(model, arguments)
-    folding = _Folding(model, selection, arguments, clone_shared=clone_shared)
-    folding.plan(rewrite_activations)
-    blocks = find_blocks(model, folding.left, folding.kept) if verify and not clone_shared else []
-    merged = _merge_blocks(folding, blocks, rewrite_activations, before) if blocks else None
-    if merged is not None:
-        return Plan(model, merged[1], merged[0].plan_edits())
-    proof = folding.prove(before) if verify else None
+    arguments = arguments_for(inner, example_inputs)
+    with without_compilation(inner):
+        before = run(inner, arguments)
+        folding = _Folding(inner, selection, arguments, clone_shared=clone_shared)
+        folding.plan(rewrite_activations)
+        may_merge = verify and not clone_shared
+        blocks = find_blocks(inner, folding.left, folding.kept) if may_merge else []
+        merged = _merge_blocks(folding, blocks, rewrite_activations, before) if blocks else None
+        if merged is not None:
+            return Plan(model, merged[1], merged[0].plan_edits())
+        proof = folding.prove(before) if verify else None
     report = FoldReport("fold", tuple(folding.entries()), proof, folding.ways())
     return Plan(model, report, folding.plan_edits())
 
@@ -205,6 +216,10 @@ class _Folding:
         if any(self.target.module_of(call.node) is layer.module for call in batch):
             return "it has no running statistics, so that it normalises by the batch in eval mode"
         if not calls:
+            if self.graph.hides(layer.name):
+                return (
+                    "it is called in an autocast block or another that folding does not look into"
+                )
             if self.target.call_count(layer.module):
                 return "its forward is no per-channel scale and shift with fixed values"
             return "the forward does not call it on the example inputs"

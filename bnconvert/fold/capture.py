@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bnconvert.arguments import Arguments, make_arguments
 from bnconvert.errors import BnconvertError
@@ -16,7 +18,11 @@ from bnconvert.errors import BnconvertError
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+)
 """Folders whose frames are not where a user's forward went wrong."""
 
 _NAMED = 3
@@ -47,6 +53,19 @@ def refuse_training_mode(model: nn.Module) -> None:
             f"fold: {', '.join(training[:_NAMED])}{more}: in training mode, where BatchNorm "
             "normalises by the batch; call model.eval() first"
         )
+
+
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Raise if a lazy layer has no weights yet; running the model would give it some.
+
+    Raises:
+        BnconvertError: A parameter or buffer is not initialized.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise BnconvertError(
+                f"fold: {name} is not initialized; run the model once before folding it"
+            )
 
 
 _FIT = "; pass inputs that it accepts"
@@ -87,8 +106,8 @@ def capture(model: nn.Module, arguments: Arguments) -> ExportedProgram:
         except Exception as error:
             raise BnconvertError(
                 f"fold: the model's forward cannot be captured as a graph{_place(error)}: "
-                f"{first_line(error)}; folding needs a forward without control flow that depends "
-                "on data"
+                f"{first_line(error)}; torch.export must be able to follow it, so without control "
+                "flow that depends on data"
             ) from error
 
 

@@ -102,7 +102,7 @@ class _Walk:
             raise BlockedError(f"its channels are not the input channels of {describe(site.node)}")
         if site.pads_zeros and motion.shifts:
             raise BlockedError(f"{describe(site.node)} {site.why_no_shift}")
-        self._context.target.check_site(site)
+        self._context.check_site(site)
         return Absorption(site, motion.affine.take(channels), before=True)
 
     def _across(self, node: fx.Node, motion: Motion, limits: tuple[float, float]) -> Motion:

@@ -122,6 +122,13 @@ class FoldGraph:
         with torch.no_grad():
             return call_in_float64(node.target, self.concrete(args), self.concrete(kwargs))
 
+    def hides(self, path: str) -> bool:
+        """Whether a module is called in a sub-graph, such as the body of an autocast block."""
+        blocks = [m for m in self.program.graph_module.children() if isinstance(m, fx.GraphModule)]
+        nodes = [node for block in blocks for node in block.graph.nodes]
+        stacks = [node.meta.get("nn_module_stack") or {} for node in nodes]
+        return any(entry[0] == path for stack in stacks for entry in stack.values())
+
     # -- shapes -----------------------------------------------------------------------------------
 
     def concrete(self, value: Any) -> Any:

@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+_COMPILED = "_compiled_call_impl"
+"""Attribute of a module that was compiled in place; it would run the original."""
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -72,7 +75,7 @@ class _Mirror:
         cls = type(module)
         counterpart = self._keep(module, cls.__new__(cls))
         for name, value in module.__dict__.items():
-            counterpart.__dict__[name] = self.copy(value)
+            counterpart.__dict__[name] = None if name == _COMPILED else self.copy(value)
         return counterpart  # type: ignore[no-any-return]
 
     def _dict(self, value: dict[Any, Any]) -> Any:

@@ -148,6 +148,12 @@ class Context:
             self._sites[node] = find_site(self.graph, node)
         return self._sites[node]
 
+    def check_site(self, site: Site) -> None:
+        """Raise BlockedError if the site's weights cannot be changed."""
+        if site.quantised:
+            raise BlockedError(f"the weight of {describe(site.node)} is quantised")
+        self.target.check_site(site)
+
     def changed_sites(self) -> list[Site]:
         """Return the sites that something was folded into."""
         return [

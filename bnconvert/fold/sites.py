@@ -80,6 +80,18 @@ class Site:
         return "pads its input with zeros"
 
     @property
+    def quantised(self) -> bool:
+        """Whether the weight is computed from stored whole numbers."""
+        pending, seen = [self.weight], set()
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending += node.all_input_nodes
+        dtypes = [n.meta["val"].dtype for n in seen if n.op == "placeholder"]
+        return any(not dtype.is_floating_point and dtype != torch.bool for dtype in dtypes)
+
+    @property
     def changed(self) -> bool:
         """Whether anything was folded into the site."""
         return self._out_scale is not None or self._in_scale is not None
