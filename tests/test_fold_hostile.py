@@ -48,7 +48,7 @@ class Closed(Plain):
         self.run = lambda x: self.layers[1](self.layers[0](x))
 
     def forward(self, x: Tensor) -> Any:
-        return self.run(x)
+        return self.run(x)  # type: ignore[no-untyped-call]
 
 
 class Cast(Plain):
