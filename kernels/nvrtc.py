@@ -142,7 +142,8 @@ def _key(source: str, architecture: int) -> str:
     """Return a digest of all that the compiled code depends on."""
     from cuda.bindings import nvrtc
 
-    version = nvrtc.nvrtcVersion()[1:]
+    result, *version = nvrtc.nvrtcVersion()
+    _checked((result,))
     parts = (source, sorted(headers().items()), OPTIONS, version, architecture)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import compilation
 from benchmarks.gpu.report import render
 from benchmarks.gpu.results import Results
 
@@ -23,7 +24,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine
 def test_without_a_gpu_nothing_is_measured_or_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "ARCHITECTURES", (90,))
+    monkeypatch.setattr(compilation, "ARCHITECTURES", (90,))
     page, raw = tmp_path / "gpu.md", tmp_path / "gpu.json"
     assert program.main(["--page", str(page), "--json", str(raw)]) == 0
     printed = capsys.readouterr().out

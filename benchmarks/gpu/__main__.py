@@ -9,6 +9,7 @@ error.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -19,18 +20,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu import kernels, layers, report, timing
+from benchmarks.gpu import compilation, kernels, layers, report, timing
 from benchmarks.gpu.results import Results
-from bnconvert.kernels import nvrtc
-from bnconvert.kernels.variants import Variant, translation_unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 SECTIONS: tuple[tuple[str, Callable[[Results], None]], ...] = (
+    ("compilation", compilation.compile_all),
     ("numerics", kernels.numerics),
     ("NCCL with one rank", layers.agrees_over_nccl),
     ("no synchronisation", layers.never_waits),
@@ -50,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="Markdown page, with a GPU only")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        return compile_only()
+        return without_gpu()
     results = Results(options.json, options.seconds)
     environment(results)
     for name, section in SECTIONS:
@@ -61,25 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(not name.startswith("goal:") for name in results.failed) else 0
 
 
-def compile_only() -> int:
-    """Compile a few variants for every architecture; this needs no GPU."""
-    try:
-        import cuda.bindings  # noqa: F401
-    except ImportError:
+def without_gpu() -> int:
+    """Compile, which needs no GPU, and say that nothing else was done."""
+    if importlib.util.find_spec("cuda") is None:
         print("no CUDA device and no cuda.bindings: nothing can be compiled or measured here")
         return 0
-    variants = [
-        Variant("stats", torch.bfloat16, True, 8),
-        *(
-            Variant(kernel, torch.bfloat16, True, 8, "relu")
-            for kernel in ("normalize", "backward_reduce", "backward_input")
-        ),
-    ]
-    for architecture in ARCHITECTURES:
-        start = time.perf_counter()
-        size = len(nvrtc.compile_source(translation_unit(variants), architecture))
-        seconds = time.perf_counter() - start
-        print(f"sm_{architecture}: 4 kernels compiled, {size} bytes, {seconds:.1f} s", flush=True)
+    compilation.compile_some()
     print("no CUDA device: nothing was run or measured")
     return 0
 
