@@ -15,6 +15,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from bnconvert.checkpoint import convert_checkpoint, load_checkpoint, match_checkpoint
+from bnconvert.errors import CheckpointError
 
 
 def specimen(package: str, name: str) -> Path:
@@ -160,3 +161,18 @@ def test_the_tensorflow_checkpoint_has_three_norms_by_name() -> None:
         values = dict(checkpoint.tensors)  # every checksum is compared on the way
         assert float(values["batch_normalization_3.running_var"].min()) > 0
         assert checkpoint.entries["conv2d_1.kernel"].order == "HWIO"
+
+
+def test_flipped_bits_in_tensorflow_data_or_index_do_not_match_their_checksums(
+    tmp_path: Path,
+) -> None:
+    path = specimen("basic-pitch", "variables.index")
+    for damaged in ("variables.index", "variables.data-00000-of-00001"):
+        for name in ("variables.index", "variables.data-00000-of-00001"):
+            content = bytearray((path.parent / name).read_bytes())
+            if name == damaged:
+                for part in range(1, 16):  # some lie in the optimizer's values, which stay unread
+                    content[len(content) * part // 16] ^= 4
+            (tmp_path / name).write_bytes(bytes(content))
+        with pytest.raises(CheckpointError, match="checksum"):
+            dict(load_checkpoint(tmp_path / "variables.index").tensors)
