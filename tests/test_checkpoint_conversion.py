@@ -256,6 +256,8 @@ def test_an_eps_that_differs_from_the_model_is_refused_unless_told(tmp_path: Pat
         match_checkpoint(checkpoint, net())
     for choice, expected in (("from-file", 1e-3), ("from-model", 1e-5)):
         target = tmp_path / f"{choice}.safetensors"
+        with pytest.raises(CheckpointError, match="choose 'from-file'"):
+            convert_checkpoint(tmp_path / "m.pt", target, eps="file")
         with pytest.raises(CheckpointError, match="--eps from-file"):
             convert_checkpoint(tmp_path / "m.pt", target, model=net())
         report = convert_checkpoint(tmp_path / "m.pt", target, model=net(), eps=choice)

@@ -15,6 +15,7 @@ from bnconvert.checkpoint.outputs import Job, SourceHash
 from bnconvert.checkpoint.reading import load_checkpoint
 from bnconvert.checkpoint.saving import check_output, kind_of, write
 from bnconvert.checkpoint.tensors import dtype_name
+from bnconvert.errors import CheckpointError
 from bnconvert.report import LayerReport, Outcome, Report
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Settings:
     cast_norm: bool = False
     eps: str | None = None
     abn: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eps not in (None, "from-file", "from-model"):
+            raise CheckpointError(f"eps is {self.eps!r}; choose 'from-file' or 'from-model'")
 
 
 @dataclass
