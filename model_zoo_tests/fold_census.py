@@ -52,6 +52,10 @@ HARD = (
 )
 """Models of the issue that asked for folding, whose counts are known."""
 
+_ABOUT_PEERS = (
+    "The last columns say what other tools leave; the file that onnxruntime optimised is that of",
+    "its extended level.",
+)
 PEERS = ("torch.fx fuse", "torch.onnx + onnxruntime", "onnxsim", "onnxslim")
 
 
@@ -212,27 +216,26 @@ def table(results: list[dict[str, Any]]) -> str:
     """Return the table of all results as Markdown."""
     import timm
 
+    peers = PEERS if any("peers" in result for result in results) else ()
     ways = ("backward", "forward", "across", "split", "reparameterized", "left")
     lines = [
         "# What is left of the BatchNorms of timm",
         "",
         (
-            "Written by `python -m model_zoo_tests.fold_census --peers` with timm "
+            "Written by `python -m model_zoo_tests.fold_census` with timm "
             f"{timm.__version__} and torch {torch.__version__}, on random weights and statistics."
         ),
         "Columns: BatchNorm layers; in the module tree, how many went backward, forward (of these,",
         "across an activation that became a clamp), apart in both directions, into their block by",
         "its own method, and how many are left; in graph form, how many were merged with their",
-        "branches and how many are left, and the number of convolutions before and after. The last",
-        "columns say what other tools leave;",
-        "the file that onnxruntime optimised is that of its extended level.",
+        "branches and how many are left, and the number of convolutions before and after.",
+        *(_ABOUT_PEERS if peers else ()),
         "",
         "| model | BN | "
         + " | ".join(ways)
-        + " | merged | left in graph | convs | "
-        + " | ".join(PEERS)
-        + " |",
-        "|" + "---|" * (5 + len(ways) + len(PEERS)),
+        + " | merged | left in graph | convs |"
+        + "".join(f" {peer} |" for peer in peers),
+        "|" + "---|" * (5 + len(ways) + len(peers)),
     ]
     for result in results:
         if "failed" in result:
@@ -241,7 +244,7 @@ def table(results: list[dict[str, Any]]) -> str:
         tree, graph = result["tree"], result["graph"]
         cells = [result["model"], result["norms"], *(tree.get(way, 0) for way in ways)]
         cells += [graph.get("merged", 0), graph["left"], " -> ".join(map(str, result["convs"]))]
-        cells += [result.get("peers", {}).get(peer, "") for peer in PEERS]
+        cells += [result.get("peers", {}).get(peer, "") for peer in peers]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join([*lines, *_reasons(results)]) + "\n"
 

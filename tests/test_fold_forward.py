@@ -96,6 +96,11 @@ def test_norms_that_follow_each_other_go_into_one_reader() -> None:
     check_folds(model, image(), folded=2)
 
 
+def test_a_convolution_takes_norms_in_from_both_sides() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(6), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4))
+    check_folds(model, image(), folded=2)
+
+
 ACTIVATIONS = {
     "relu": nn.ReLU(),
     "relu in place": nn.ReLU(inplace=True),
