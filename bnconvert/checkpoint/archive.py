@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, cast
 
-from bnconvert.checkpoint.source import CHUNK, Extent, Memory, Segment
+from bnconvert.checkpoint.source import CHUNK, Extent, Segment
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -176,12 +176,3 @@ class Inflated:
             if low < high:
                 view[low - offset : high - offset] = chunk[low - position : high - position]
             position += chunk.nbytes
-
-
-def in_memory(segment: Segment) -> bytes:
-    """Return all bytes of a segment."""
-    if isinstance(segment, Extent):
-        return segment.read()
-    if isinstance(segment, Memory):
-        return segment.data
-    return b"".join(bytes(chunk) for chunk in segment.chunks())

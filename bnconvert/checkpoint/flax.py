@@ -48,7 +48,7 @@ def read(found: Probe, options: Options) -> Weights:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{found.path}: is no tree of arrays")
     state, ema = _state(tree, options.weights)
-    weights = Weights(layout="Flax", averaged=bool(ema))
+    weights = Weights(layout="Flax")
     if ema:
         weights.notes.append(f"these are the EMA weights ({ema}); the others are in params")
     for collection, branch in state.items():

@@ -218,7 +218,6 @@ def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     if layout.name == "DeepSpeed":
         _refuse_placeholders(result)
     result.layout = layout.name
-    result.averaged = key == ema
     if raw is not None and ema is not None:
         other = raw if key == ema else ema
         kind = "EMA" if key == ema else "raw"
@@ -295,7 +294,6 @@ def _averaged_model(result: Weights, weights: str) -> Weights:
         raise CheckpointError("holds only averaged weights (AveragedModel); ask for ema")
     del result.tensors[counter]
     result.layout = "AveragedModel"
-    result.averaged = True
     result.notes.append(f"averaged weights: the counter {counter} was left out")
     return result
 

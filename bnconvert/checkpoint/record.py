@@ -40,7 +40,6 @@ class Weights:
         bn: Facts about BatchNorm layers, by layer name.
         notes: What was chosen and what was left out, one sentence each.
         layout: Who wrote the file: "Lightning", "timm", "state dict".
-        averaged: Whether these are EMA or averaged weights; None if the file does not say.
         versions: torch's `_metadata` of the state dict: module name to its attributes.
         architecture: Name of the model's architecture where the file has it.
         files: Every file the tensors come from.
@@ -52,7 +51,6 @@ class Weights:
     bn: dict[str, Facts] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     layout: str = "state dict"
-    averaged: bool | None = None
     versions: dict[str, Any] = field(default_factory=dict)
     architecture: str = ""
     files: list[SourceFile] = field(default_factory=list)
