@@ -1,0 +1,225 @@
+"""`export_onnx` on each kind of model and with each option."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from bnconvert import (
+    BnconvertError,
+    compare,
+    convert_sync_batchnorm,
+    export_onnx,
+    fold_batchnorm,
+    freeze_batchnorm,
+)
+from bnconvert.errors import VerificationError
+from bnconvert.export import exporter, files
+from bnconvert.export.opset import to_opset
+from bnconvert.testing import randomize_batchnorm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+    randomize_batchnorm(net)
+    return net.eval()
+
+
+def norms(path: Path) -> int:
+    return sum(node.op_type == "BatchNormalization" for node in onnx.load(path).graph.node)
+
+
+class Heads(nn.Module):
+    """One convolution for two levels, with a BatchNorm for each, as detectors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.norms[0](self.conv(x)), self.norms[1](self.conv(x[..., ::2, ::2]))
+
+
+class TwoConvs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.b = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.a(x), self.b(x)
+        return torch.mul(a, b)
+
+
+class TwoLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
+        self.b = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.mean((1, 2))
+        return torch.sub(self.a(rows), self.b(rows))
+
+
+class RepBlock(nn.Module):
+    """Parallel linear branches, one of them the identity, as RepVGG trains them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3))
+        self.thin = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3))
+        self.skip = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.wide(x) + self.thin(x) + self.skip(x))
+
+
+@pytest.mark.parametrize("kind", [Heads, TwoConvs, TwoLinears, RepBlock])
+def test_shared_and_parallel_branches_are_right_in_every_run(
+    tmp_path: Path, kind: type[nn.Module]
+) -> None:
+    model = kind().eval()
+    randomize_batchnorm(model)
+    report = export_onnx(model, tmp_path / "m.onnx", IMAGES)
+    assert {check.batch for check in report.checks} == {1, 2, 5}
+    assert report.largest_difference < 1e-5
+    assert norms(tmp_path / "m.onnx") == 0
+    if kind is RepBlock:
+        assert report.nodes["Conv"] == 1
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch", "frozen", "folded", "parallel", "compiled"])
+def test_models_in_every_state_export_as_what_they_compute(tmp_path: Path, kind: str) -> None:
+    net = make_net()
+    expected = net(IMAGES)
+    model: Any = net
+    if kind == "ours":
+        model = convert_sync_batchnorm(net)
+    elif kind == "torch":
+        torch_converter: Any = nn.SyncBatchNorm
+        model = torch_converter.convert_sync_batchnorm(net).eval()
+    elif kind == "frozen":
+        model = freeze_batchnorm(net)
+    elif kind == "folded":
+        model = fold_batchnorm(net, IMAGES)
+    elif kind == "parallel":
+        model = nn.DataParallel(net)
+    elif kind == "compiled":
+        model = torch.compile(net)
+    classes = [type(module) for module in net.modules()]
+    export_onnx(model, tmp_path / "m.onnx", IMAGES)
+    assert [type(module) for module in net.modules()] == classes
+    assert norms(tmp_path / "m.onnx") == 0
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    (result,) = session.run(None, {session.get_inputs()[0].name: IMAGES.numpy()})
+    torch.testing.assert_close(torch.from_numpy(result), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_without_folding_the_nodes_stay(tmp_path: Path) -> None:
+    report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, fold=False)
+    assert report.fold is None
+    assert norms(tmp_path / "m.onnx") == 2
+
+
+def test_norm_before_relu_goes_only_when_activations_may_be_rewritten(tmp_path: Path) -> None:
+    net = nn.Sequential(
+        nn.ReLU(), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Flatten()
+    ).eval()
+    randomize_batchnorm(net)
+    for rewrite, left in ((False, 1), (True, 0)):
+        path = tmp_path / f"{rewrite}.onnx"
+        report = export_onnx(net, path, IMAGES, rewrite_activations=rewrite)
+        assert report.fold is not None
+        assert len(report.fold.left) == norms(path) == left
+
+
+def test_half_precision_rounds_weights_and_keeps_float32_outside(tmp_path: Path) -> None:
+    net = make_net()
+    report = export_onnx(net, tmp_path / "half.onnx", IMAGES, dtype=torch.float16)
+    model = onnx.load(tmp_path / "half.onnx")
+    kinds = {tensor.data_type for tensor in model.graph.initializer}
+    assert onnx.TensorProto.FLOAT16 in kinds
+    assert onnx.TensorProto.FLOAT not in kinds
+    for entry in (*model.graph.input, *model.graph.output):
+        assert entry.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    assert 1e-5 < report.largest_difference < 1e-2
+
+
+def test_another_image_size_is_proven_or_refused(tmp_path: Path) -> None:
+    report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, dynamic_size=True)
+    assert {check.size for check in report.checks} == {None, (48, 80)}
+    dims = onnx.load(tmp_path / "m.onnx").graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_param for dim in dims] == ["batch", "", "height", "width"]
+    fixed = nn.Sequential(nn.Flatten(), nn.Linear(3 * 256, 4)).eval()
+    with pytest.raises(BnconvertError, match=r"^dynamic_size: .* does not run on images of 48x80"):
+        export_onnx(fixed, tmp_path / "fixed.onnx", IMAGES, dynamic_size=True)
+
+
+@pytest.mark.parametrize("opset", [15, 17])
+def test_older_opsets_are_honoured(tmp_path: Path, opset: int) -> None:
+    report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, opset=opset)
+    assert report.opset == opset
+    assert [entry.version for entry in onnx.load(tmp_path / "m.onnx").opset_import] == [opset]
+
+
+def test_older_opset_that_lacks_an_operator_is_refused(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.LayerNorm(16), nn.Mish()).eval()
+    with pytest.raises(BnconvertError, match=r"^opset: .* cannot be expressed in opset 11"):
+        export_onnx(net, tmp_path / "m.onnx", IMAGES, opset=11)
+    assert not list(tmp_path.iterdir())
+
+
+def test_external_weights_move_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    net = make_net()
+    net[7] = nn.Linear(8, 500)
+    monkeypatch.setattr(files, "LARGEST_SINGLE_FILE", 10_000)
+    report = export_onnx(net, tmp_path / "a" / "m.onnx", IMAGES)
+    assert [path.name for path in report.files] == ["m.onnx", "m.onnx.data"]
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert compare(net, tmp_path / "b" / "m.onnx", IMAGES).largest_difference < 1e-5
+    with pytest.raises(BnconvertError, match="one ONNX file holds less than 2 GB"):
+        export_onnx(net, tmp_path / "m.onnx", IMAGES, external_data=False)
+
+
+def test_first_diverging_layer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(graph: Any, opset: int) -> Any:
+        (node,) = [node for node in graph.graph if node.name == "3/Conv"]
+        node.attributes.pop("pads")
+        node.attributes.add(onnx_ir_ints("pads", [2, 0, 0, 2]))
+        return to_opset(graph, opset)
+
+    monkeypatch.setattr(exporter, "to_opset", spoil)
+    with pytest.raises(VerificationError, match="the first layer that differs is 4;"):
+        export_onnx(make_net(), tmp_path / "m.onnx", IMAGES)
+    assert not list(tmp_path.iterdir())
+
+
+def onnx_ir_ints(name: str, values: list[int]) -> Any:
+    import onnx_ir
+
+    return onnx_ir.AttrInt64s(name, values)
