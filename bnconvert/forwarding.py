@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,13 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = original
         else:
             return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parts of the model gather their parameters from other ranks in every forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp else ()
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def without_compilation(model: nn.Module) -> AbstractContextManager[Any]:

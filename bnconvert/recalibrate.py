@@ -31,6 +31,7 @@ from bnconvert.errors import BnconvertError
 from bnconvert.forwarding import (
     default_forward,
     input_of,
+    is_sharded,
     to_device,
     unwrap,
     without_compilation,
@@ -83,8 +84,8 @@ def recalibrate_batchnorm(
         process_group: The ranks that share their statistics; None is the default group when
             torch.distributed is initialized.
         estimator: "population" or "mean_of_batches"; see the module's description. With
-            "mean_of_batches", synchronised layers normalize with the batch of their group, and
-            the steps end when the first rank has no more batches.
+            "mean_of_batches", synchronised layers normalize with the batch of their group. Then,
+            and with FSDP, the steps end when the first rank has no more batches.
         progress: Called with the number of finished steps and of all steps.
 
     Returns:
@@ -92,7 +93,8 @@ def recalibrate_batchnorm(
 
     Raises:
         BnconvertError: The loader is empty or shorter than `num_batches`, a layer got one value
-            or values that are not finite, or another rank failed.
+            or values that are not finite, another rank failed, or the model is sharded by FSDP
+            and `estimator` is "population".
     """
     if estimator not in get_args(Estimator):
         raise BnconvertError(
@@ -101,6 +103,11 @@ def recalibrate_batchnorm(
     if num_batches is not None and num_batches < 1:
         raise BnconvertError(f"num_batches: is {num_batches}; give at least 1 or None")
     network = unwrap(model)
+    if estimator == "population" and is_sharded(network):
+        raise BnconvertError(
+            "model: its parameters are sharded (FSDP), so its batches cannot wait for each other "
+            "at a layer; use estimator='mean_of_batches'"
+        )
     found = find_layers(network)
     ranks = Ranks(process_group)
     run = _Run(
@@ -232,7 +239,7 @@ class _Run:
     def mean_of_batches(self, batches: Iterable[Any]) -> None:
         """Estimate all layers at once, each batch normalized by its own statistics."""
         groups = {s.name: s.group_ranks(self.ranks) for s in self.layers.values()}
-        in_steps = any(group is not None for group in groups.values())
+        in_steps = is_sharded(self.network) or any(group is not None for group in groups.values())
 
         def observe(statistics: Statistics, values: Tensor) -> None:
             moments = Moments.of(values)

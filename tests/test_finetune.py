@@ -216,6 +216,22 @@ def test_the_onnx_file_is_evaluated_by_itself(images: Path, tmp_path: Path) -> N
     assert summary["onnx"]["loss"] == pytest.approx(summary["final"]["loss"], abs=1e-4)
 
 
+def test_a_timm_dataset_is_opened_by_its_name(images: Path, tmp_path: Path) -> None:
+    asked = settings(images, tmp_path / "run", data="torch/image_folder", epochs=1)
+    summary = run_here(dataclasses.replace(asked, data_root=str(images)))
+    assert (summary["training_images"], summary["final"]["images"]) == (42, 15)
+    assert summary["classes"] == sorted(CLASSES)
+    with pytest.raises(bc.BnconvertError, match="timm cannot open it"):
+        run_here(settings(images, tmp_path / "other", data="torch/nothing"))
+
+
+def test_a_part_of_each_class_is_held_out_without_a_validation_folder(
+    images: Path, tmp_path: Path
+) -> None:
+    summary = run_here(settings(images / "train", tmp_path / "run", epochs=1))
+    assert (summary["training_images"], summary["final"]["images"]) == (33, 9)
+
+
 def spoil(folder: Path, kind: str) -> None:
     if kind == "empty class":
         (folder / "train" / "zigzag").mkdir()

@@ -68,7 +68,7 @@ class Run:
             assert self.process.poll() is None, self.end()[2]
             time.sleep(0.05)
 
-    def end(self, seconds: float = 180.0) -> tuple[int, str, str]:
+    def end(self, seconds: float = 900.0) -> tuple[int, str, str]:
         try:
             out, err = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -312,6 +312,28 @@ def recalibrate_sync(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return layer[0].running_mean, layer[0].running_var
 
 
+def test_a_sharded_model_takes_the_estimator_that_goes_batch_by_batch() -> None:
+    for mean, text in run_ranks(recalibrate_sharded, 2):
+        assert "use estimator='mean_of_batches'" in text
+        values = samples(24, 4, mean=1.0)
+        torch.testing.assert_close(mean, values.view(6, 4, 4)[[0, 1, 3, 4]].mean((0, 1)))
+
+
+def recalibrate_sharded(rank: int) -> tuple[torch.Tensor, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    batches = list(samples(24, 4, mean=1.0).view(2, 3, 4, 4)[rank])
+    with pytest.raises(bc.BnconvertError) as caught:
+        bc.recalibrate_batchnorm(model, batches)
+    # Rank 0 has one batch less, and every forward needs both ranks.
+    loader = batches[: 2 + rank]
+    bc.recalibrate_batchnorm(model, loader, estimator="mean_of_batches")
+    return model[0].running_mean, str(caught.value)
+
+
 @pytest.mark.parametrize("estimator", ["population", "mean_of_batches"])
 def test_one_failing_rank_fails_all_and_no_rank_is_changed(estimator: str) -> None:
     texts = run_ranks(recalibrate_failing, 3, estimator)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnconvert.convert import plan_revert_sync_batchnorm
 from bnconvert.finetune.evaluation import evaluate, evaluate_onnx
-from bnconvert.finetune.network import build_model, fit_head, needs_two_images
+from bnconvert.finetune.network import build_model, fit_head, has_own_statistics
 from bnconvert.freeze import plan_unfreeze_batchnorm
 from bnconvert.models import CONFIG, WEIGHTS, load_model, load_weights, save_model
 from bnconvert.recalibrate import recalibrate_batchnorm
@@ -30,7 +30,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     """
     settings, processes = trainer.settings, trainer.processes
     model = trainer.result
-    if needs_two_images(model):
+    if has_own_statistics(model):
         processes.broadcast_state(model)
     result: dict[str, Any] = {"norm": _make_plain(model)}
     if settings.recalibrate is not None:

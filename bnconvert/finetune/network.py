@@ -122,9 +122,15 @@ def _but(known: tuple[LayerReport, ...], report: Report) -> tuple[LayerReport, .
     return tuple(layer for layer in report.layers if layer.name not in names)
 
 
-def needs_two_images(model: nn.Module) -> bool:
-    """Whether a layer takes its statistics over one process, which needs two values."""
+def has_own_statistics(model: nn.Module) -> bool:
+    """Whether a layer takes its statistics over one process, so that processes differ."""
     return any(kind_of(m) in (Kind.PLAIN, Kind.UNKNOWN) for m in model.modules())
+
+
+def least_images(model: nn.Module, processes: Processes) -> int:
+    """Return how many images a process needs in a batch: two where it has to make a variance."""
+    alone = processes.size == 1 and any(kind_of(m) is Kind.SYNC for m in model.modules())
+    return 2 if alone or has_own_statistics(model) else 1
 
 
 def wrap(model: nn.Module, processes: Processes) -> nn.Module:
@@ -137,7 +143,7 @@ def wrap(model: nn.Module, processes: Processes) -> nn.Module:
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise BnconvertError("model: has no parameter that requires a gradient; unfreeze some")
-    options: dict[str, Any] = {_SEND_BUFFERS: needs_two_images(model)}
+    options: dict[str, Any] = {_SEND_BUFFERS: has_own_statistics(model)}
     if processes.device.type == "cuda":
         options["device_ids"] = [processes.device]
     return DistributedDataParallel(model, **options)

@@ -15,8 +15,8 @@ from bnconvert.finetune.network import (
     Head,
     build_model,
     fit_head,
+    least_images,
     memory_format,
-    needs_two_images,
     prepare_norms,
     wrap,
 )
@@ -106,7 +106,7 @@ def _trainer(
         len(data.train.source),
         settings.batch_size,
         settings.accumulate,
-        2 if needs_two_images(model) and processes.size > 1 else 1,
+        least_images(model, processes),
         processes.rank,
         processes.size,
         settings.seed,

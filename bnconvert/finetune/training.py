@@ -16,7 +16,7 @@ from bnconvert.errors import BnconvertError
 from bnconvert.finetune.batches import Micro, Plan, mix
 from bnconvert.finetune.data import Data, seed_everything
 from bnconvert.finetune.evaluation import Scores, evaluate
-from bnconvert.finetune.network import memory_format, needs_two_images
+from bnconvert.finetune.network import has_own_statistics, memory_format
 from bnconvert.finetune.state import Progress, RunFolder
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Trainer:
                 self._save_if_due()
         seconds = progress.seconds
         self._flush()
-        if needs_two_images(self.model):
+        if has_own_statistics(self.model):
             self.processes.broadcast_state(self.result)
         scores = evaluate(self.result, self.data, self.processes, self.settings)
         self._finish_epoch(scores, seconds)
