@@ -150,6 +150,40 @@ def step_of(driver: ShimDriver, x: torch.Tensor, grad: torch.Tensor) -> list[tor
     return [sums, output, statistics, reduced, grad_weight, grad_bias, grad_input]
 
 
+def other_variants() -> tuple[Variant, ...]:
+    """Return what `other_step` launches: two-byte elements, alone and eight at a time."""
+    return tuple(
+        v
+        for v in all_variants()
+        if v.dtype == torch.bfloat16
+        and (v.channels_last, v.width) in ((False, 1), (True, 8))
+        and v.activation == ("none" if v.kernel == "stats" else "silu")
+        and v.residual == (v.kernel != "stats")
+    )
+
+
+def other_step() -> None:
+    """Run all kernels with a residual, running statistics and gradients of bfloat16 parameters."""
+    driver = ShimDriver(3, 1, FOLDER, SANITIZERS, other_variants())
+    silu = native.Activation("silu")
+    with small_blocks():
+        for channels_last in (False, True):
+            x, grad, residual = (torch.randn(7, 24, 9, 3).bfloat16() for _ in range(3))
+            if channels_last:
+                x, grad, residual = (
+                    t.contiguous(memory_format=torch.channels_last) for t in (x, grad, residual)
+                )
+            weight, bias = torch.randn(24).bfloat16(), torch.randn(24).bfloat16()
+            running = torch.randn(24), torch.rand(24), torch.tensor(1)
+            sums = native.local_sums(driver, x)
+            _, statistics = native.normalize_(
+                driver, x, residual, weight, bias, sums, *running, None, 1e-5, silu
+            )
+            rest = (x, residual, weight, bias, statistics)
+            reduced, _, _ = native.backward_sums(driver, grad, *rest, silu)
+            native.backward_input(driver, grad, *rest, reduced, silu)
+
+
 @pytest.fixture(scope="module")
 def correct() -> list[torch.Tensor]:
     return step(FOLDER, 1)
@@ -184,7 +218,7 @@ def test_unchanged_sources_pass_in_any_order(correct: list[torch.Tensor]) -> Non
         assert all(a.equal(b) for a, b in zip(step(FOLDER, seed), correct, strict=True))
 
 
-def run_sanitized(sources: Path) -> subprocess.CompletedProcess[str]:
+def run_sanitized(sources: Path, more: str = "") -> subprocess.CompletedProcess[str]:
     """Run `step` under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of its own."""
     assert COMPILER is not None
     libraries = [
@@ -206,7 +240,7 @@ def run_sanitized(sources: Path) -> subprocess.CompletedProcess[str]:
     }
     code = (
         "import sys; from pathlib import Path; from tests import test_kernels_mutations as t; "
-        "t.step(Path(sys.argv[1]), 1, t.SANITIZERS); print('clean')"
+        f"t.step(Path(sys.argv[1]), 1, t.SANITIZERS); {more}print('clean')"
     )
     return subprocess.run(  # noqa: S603
         [sys.executable, "-c", code, str(sources)],
@@ -218,7 +252,8 @@ def run_sanitized(sources: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_sanitizers_find_nothing() -> None:
-    result = run_sanitized(FOLDER)
+    build(other_variants(), SANITIZERS)
+    result = run_sanitized(FOLDER, "t.other_step(); ")
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip() == "clean"
 
