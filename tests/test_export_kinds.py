@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -22,9 +25,6 @@ from bnconvert.errors import VerificationError
 from bnconvert.export import exporter, files
 from bnconvert.export.opset import to_opset
 from bnconvert.testing import randomize_batchnorm
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -223,3 +223,19 @@ def onnx_ir_ints(name: str, values: list[int]) -> Any:
     import onnx_ir
 
     return onnx_ir.AttrInt64s(name, values)
+
+
+EXPORT = """
+import sys, torch
+from tests.test_export_kinds import IMAGES, make_net
+from bnconvert import export_onnx
+export_onnx(make_net(), sys.argv[1], IMAGES)
+"""
+
+
+def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "2")):
+        command = [sys.executable, "-c", EXPORT, str(tmp_path / name)]
+        root = Path(__file__).parent.parent
+        subprocess.run(command, check=True, cwd=root, env={"PYTHONHASHSEED": seed})  # noqa: S603
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
