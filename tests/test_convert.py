@@ -77,7 +77,8 @@ class Rich(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.by_name["a"](self.branch(self.norm(self.conv(x))))
-        return self.plain_list[0](x)
+        result: Tensor = self.plain_list[0](x)
+        return result
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
@@ -144,7 +145,8 @@ def test_eval_output_is_unchanged_bit_for_bit_with_timm_activations() -> None:
         before = model(x)
         convert_sync_batchnorm(model)
         assert torch.equal(model(x), before)
-        theirs = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+        torch_convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        theirs = torch_convert(copy.deepcopy(model))
         assert not torch.allclose(theirs(x), before), "torch's converter used to drop activations"
         revert_sync_batchnorm(model)
         assert torch.equal(model(x), before)
@@ -202,7 +204,7 @@ def test_a_forward_replaced_on_the_instance_is_unknown() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:FutureWarning")
 def test_layers_of_other_kinds_are_left_with_the_reason() -> None:
-    from torchvision.ops import FrozenBatchNorm2d
+    from torchvision.ops import FrozenBatchNorm2d  # type: ignore[import-untyped]
 
     class InPlaceABN(nn.Module):
         pass
@@ -306,7 +308,7 @@ def test_a_reverted_model_unpickles_where_bnconvert_is_not_installed() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "across"])
 def test_parametrizations_come_and_go_around_conversion(when: str) -> None:
-    model = nn.Sequential(Subclass(4))
+    model: Any = nn.Sequential(Subclass(4))
     randomize_batchnorm(model)
     plain = model[0].weight.detach().clone()
     x = torch.randn(2, 4, 3, 3)
@@ -341,17 +343,21 @@ def test_a_deepcopy_of_a_parametrized_layer_is_not_converted_with_it() -> None:
     assert not is_synchronized(other)
 
 
+random_unstructured: Any = prune.random_unstructured
+remove: Any = prune.remove
+
+
 def test_pruned_and_spectral_norm_models_convert() -> None:
     model = nn.Sequential(
         parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)
     ).eval()
     randomize_batchnorm(model)
-    prune.random_unstructured(model[1], "weight", amount=0.5)
+    random_unstructured(model[1], "weight", amount=0.5)
     x = torch.randn(2, 3, 6, 6)
     before = model(x)
     convert_sync_batchnorm(model)
     assert torch.equal(model(x), before)
-    prune.remove(model[1], "weight")
+    remove(model[1], "weight")
     revert_sync_batchnorm(model)
     assert type(model[1]) is nn.BatchNorm2d
     assert torch.equal(model(x), before)
@@ -375,7 +381,7 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was() -> None:
 def test_compiled_models_are_converted_and_compile_again() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     randomize_batchnorm(model)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     x = torch.randn(2, 3, 6, 6)
     with torch.no_grad():
         before = compiled(x)
@@ -394,10 +400,10 @@ def test_groups_without_distributed_are_refused() -> None:
 
 
 def groups(rank: int) -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    model: Any = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
     with pytest.raises(BnconvertError, match="world size 4 is not divisible by 3"):
         convert_sync_batchnorm(model, group_size=3)
-    pair = dist.new_group([0, 1])
+    pair: Any = dist.new_group([0, 1])
     if rank < 2:
         with pytest.raises(BnconvertError, match="cannot be combined"):
             convert_sync_batchnorm(model, pair, group_size=2)

@@ -129,7 +129,8 @@ def test_a_folded_model_comes_back_folded_and_fails_loudly_elsewhere(tmp_path: P
 
 def test_wrappers_are_taken_off_before_saving(tmp_path: Path) -> None:
     model = timm.create_model("resnet18", num_classes=5)
-    save_model(torch.compile(model), tmp_path / "compiled")
+    compiled: Any = torch.compile(model)
+    save_model(compiled, tmp_path / "compiled")
     assert load_model(tmp_path / "compiled").state_dict().keys() == model.state_dict().keys()
 
 

@@ -16,10 +16,13 @@ from bnconvert import (
     BnconvertError,
     Outcome,
     SyncBatchNorm2d,
+    is_synchronized,
     plan_revert_sync_batchnorm,
     revert_sync_batchnorm,
 )
 from bnconvert.testing import randomize_batchnorm
+
+torch_convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
 
 
 def foreign_class(library: str, name: str, base: type, **members: Any) -> type:
@@ -41,7 +44,8 @@ class OneTwoThree(nn.Module):
         image = self.two(x * scale)
         sequence = self.one_with_length(image.flatten(2))
         volume = self.three(sequence.unflatten(2, (2, 2, -1)))
-        return self.one(volume.mean((2, 3, 4)))
+        result: Tensor = self.one(volume.mean((2, 3, 4)))
+        return result
 
 
 def test_torch_layers_get_the_class_that_fits_their_input() -> None:
@@ -49,7 +53,7 @@ def test_torch_layers_get_the_class_that_fits_their_input() -> None:
     randomize_batchnorm(model)
     x = torch.randn(3, 4, 4, 3)
     before = model(x)
-    synced = nn.SyncBatchNorm.convert_sync_batchnorm(model).train()
+    synced = torch_convert(model).train()
     hook = synced.two.register_forward_hook(lambda *_: None)
     state = {name: value.clone() for name, value in synced.state_dict().items()}
     parameters = [id(p) for p in synced.parameters()]
@@ -80,7 +84,7 @@ def test_torch_layers_get_the_class_that_fits_their_input() -> None:
 
 @pytest.mark.parametrize("example", [torch.zeros(2, 4, 4, 2), (torch.zeros(2, 4, 4, 2), 1.0)])
 def test_example_inputs_are_a_tensor_or_a_tuple(example: Any) -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(OneTwoThree())
+    model = torch_convert(OneTwoThree())
     revert_sync_batchnorm(model, example_inputs=example)
     assert type(model.three) is nn.BatchNorm3d
 
@@ -94,7 +98,7 @@ def test_example_inputs_are_a_tensor_or_a_tuple(example: Any) -> None:
     ],
 )
 def test_inputs_that_do_not_fit_are_one_line_and_change_nothing(example: Any, message: str) -> None:
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(OneTwoThree())
+    model = torch_convert(OneTwoThree())
     with pytest.raises(BnconvertError, match=message) as caught:
         revert_sync_batchnorm(model, example_inputs=example)
     assert "\n" not in str(caught.value)
@@ -104,11 +108,11 @@ def test_inputs_that_do_not_fit_are_one_line_and_change_nothing(example: Any, me
 
 
 def test_a_layer_that_the_example_does_not_reach_is_an_error() -> None:
-    model = nn.Sequential(nn.SyncBatchNorm(3))
+    model: Any = nn.Sequential(nn.SyncBatchNorm(3))
     model[0].register_module("unused", nn.SyncBatchNorm(3))
     with pytest.raises(BnconvertError, match=r"0\.unused: not reached"):
         revert_sync_batchnorm(model, example_inputs=torch.zeros(2, 3, 2, 2))
-    assert type(model[0]) is nn.SyncBatchNorm
+    assert is_synchronized(model[0])
     revert_sync_batchnorm(model, example_inputs=torch.zeros(2, 3, 2, 2), exclude="0.unused")
     assert type(model[0]) is nn.BatchNorm2d
 
