@@ -27,6 +27,7 @@ check: lint test wheel
 
 zoo: venv  ## all timm models with BatchNorm; takes hours, and goes on where it stopped
 	$(BIN)/python -m model_zoo_tests.structure
+	$(BIN)/python -m model_zoo_tests.fold_zoo --jobs 2
 
 venv: $(VENV)/.ready
 	@$(BIN)/python -c 'import bnconvert, pathlib, sys; sys.exit(pathlib.Path(bnconvert.__file__).parent.parent != pathlib.Path.cwd())' 2>/dev/null \

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bnconvert.errors import BnconvertError
+from bnconvert.forwarding import unwrap
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,6 @@ def prepare(model: nn.Module) -> Prepared:
     own.eval()
     notes += _dtype_note(own)
     return Prepared(own.cpu().float().requires_grad_(False), tuple(notes))
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, DataParallel and `torch.compile`."""
-    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        if isinstance(model, parallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
 
 
 def _refuse_unfit(model: nn.Module) -> None:
