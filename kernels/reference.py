@@ -56,14 +56,19 @@ def _mean_and_variance(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
     """Return the float64 mean and biased variance of each channel.
 
     ATen sums contiguous float32 and float64 planes in float64. Elsewhere it sums in the dtype of
-    the input, one value after another, so the first value of each channel is subtracted before, in
-    float32, and channels that lie side by side are summed in short pieces.
+    the input, one value after another. So channels that lie side by side are summed in short
+    pieces, and the first value of each channel is subtracted before, in float32, where the input
+    is narrower or its mean is far from zero.
     """
     dtype = statistics_dtype(input.dtype)
     planes = input.dim() > 2 and input.is_contiguous()
     if planes and input.dtype == dtype:
         mean, var = aten.batch_norm_update_stats(input, None, None, 0.0)
         return mean.double(), var.double()
+    if not planes and input.dtype == dtype:
+        mean, var = _statistics_of_rows(input.movedim(1, -1).reshape(-1, input.shape[1]))
+        if not bool((mean.abs() > _ILL_CONDITIONED * var.sqrt()).any()):
+            return mean, var
     shift = input.detach()[0].reshape(input.shape[1], -1)[:, 0].to(dtype)
     if planes:
         mean, var = aten.batch_norm_update_stats(input - per_channel(shift, input), None, None, 0.0)
@@ -269,6 +274,11 @@ def backward_input(
     slope = -scale * sum_dy_xhat * invstd64
     source, centre = _centred(input, mean.double(), invstd64)
     offset = -scale * sum_dy - slope * centre
-    scale, slope, offset = (per_channel(t.to(mean.dtype), input) for t in (scale, slope, offset))
-    grad_input = torch.addcmul(offset, source, slope)
-    return grad_input.addcmul_(grad_output, scale).to(input.dtype)
+    scale, slope, offset = (t.to(mean.dtype) for t in (scale, slope, offset))
+    if source.dtype == mean.dtype:  # vectorized in every layout, unlike addcmul
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
+        grad_input = aten.native_batch_norm(source, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
+    else:
+        per = per_channel(offset, input), source, per_channel(slope, input)
+        grad_input = torch.addcmul(*per)
+    return grad_input.addcmul_(grad_output, per_channel(scale, input)).to(input.dtype)
