@@ -277,8 +277,8 @@ def backward_input(
     scale, slope, offset = (t.to(mean.dtype) for t in (scale, slope, offset))
     if source.dtype == mean.dtype:  # vectorized in every layout, unlike addcmul
         zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
-        grad_input = aten.native_batch_norm(source, slope, offset, zeros, ones, False, 0.0, 0.0)[0]
+        applied = aten.native_batch_norm(source, slope, offset, zeros, ones, False, 0.0, 0.0)
+        grad_input: Tensor = applied[0]
     else:
-        per = per_channel(offset, input), source, per_channel(slope, input)
-        grad_input = torch.addcmul(*per)
+        grad_input = torch.addcmul(per_channel(offset, input), source, per_channel(slope, input))
     return grad_input.addcmul_(grad_output, per_channel(scale, input)).to(input.dtype)
