@@ -30,7 +30,7 @@ zoo: venv  ## all timm models with BatchNorm; takes hours, and goes on where it 
 	$(BIN)/python -m model_zoo_tests.fold_zoo --jobs 2
 
 venv: $(VENV)/.ready
-	@$(BIN)/python -c 'import bnconvert, pathlib, sys; sys.exit(pathlib.Path(bnconvert.__file__).parent.parent != pathlib.Path.cwd())' 2>/dev/null \
+	@$(BIN)/python -I -c 'import bnconvert, pathlib, sys; sys.exit(pathlib.Path(bnconvert.__file__).parent.parent != pathlib.Path.cwd())' 2>/dev/null \
 	  || $(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 
 $(VENV)/.ready: pyproject.toml tests/specimens.txt

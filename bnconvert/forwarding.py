@@ -25,7 +25,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(original := model._modules.get("_orig_mod"), nn.Module):
+        elif isinstance(original := getattr(model, "_orig_mod", None), nn.Module):
             model = original
         else:
             return model
