@@ -1,4 +1,4 @@
-"""Export a small model of every timm family with BatchNorm, beside the peers.
+"""Export the smallest model of every timm family with BatchNorm, and hard ones, beside the peers.
 
     python -m model_zoo_tests.export_census [--results FILE] [--summary FILE] [--minutes N]
 
@@ -25,24 +25,11 @@ import torch
 
 from benchmarks.onnx_peers import OURS, SIMPLIFIERS, TORCH, in_float64, make_all, measure
 from bnconvert.testing import randomize_batchnorm
+from model_zoo_tests.fold_census import models
 from model_zoo_tests.fold_zoo import read, smallest_input
 
 RESULTS = Path("build/onnx-census.jsonl")
 SUMMARY = Path("docs/onnx-census.md")
-
-MODELS = (
-    "test_byobnet", "lambda_resnet26rpt_256", "convmixer_1024_20_ks9_p14", "cs3darknet_focus_s",
-    "densenet121", "dla46x_c", "dpn48b", "efficientformer_l1", "efficientformerv2_s0",
-    "test_efficientnet", "efficientvit_b0", "efficientvit_m0", "fasternet_t0", "fastvit_t8",
-    "ghostnet_050", "hardcorenas_a", "hgnetv2_b0", "hrnet_w18_small", "inception_next_atto",
-    "inception_resnet_v2", "inception_v3", "inception_v4", "levit_128s", "lcnet_035",
-    "coatnet_pico_rw_224", "mobilevit_xxs", "mobilevitv2_050", "mobileone_s0", "nasnetalarge",
-    "pnasnet5large", "nextvit_small", "regnetx_002", "repghostnet_050", "repvgg_a0", "repvit_m0_9",
-    "res2net50_48w_2s", "resnest14d", "test_resnet", "resnetv2_18", "rexnet_100", "selecsls42",
-    "legacy_seresnet18", "shvit_s1", "skresnet18", "starnet_s050", "swiftformer_xs",
-    "tiny_vit_5m_224", "tresnet_m", "vgg11_bn", "visformer_tiny", "volo_d1_224",
-    "ese_vovnet19b_slim_dw", "legacy_xception", "xception41", "xcit_nano_12_p16_224",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -55,7 +42,7 @@ def main() -> None:
     started = time.monotonic()
     results = read(options.results)
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    for name in MODELS:
+    for name in models():
         if name in results or not timm.is_model(name):
             continue
         if time.monotonic() - started > options.minutes * 60:
@@ -64,7 +51,7 @@ def main() -> None:
         results[name] = {"model": name, **census(name)}
         with options.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(results[name]) + "\n")
-    text = summarise([results[name] for name in MODELS if name in results])
+    text = summarise([results[name] for name in models() if name in results])
     options.summary.write_text(text, encoding="utf-8")
 
 
@@ -95,8 +82,8 @@ def summarise(results: list[dict[str, Any]]) -> str:
         "# Exporting timm to ONNX, beside the peers",
         "",
         f"Written by `python -m model_zoo_tests.export_census` with timm {timm.__version__} and",
-        f"torch {torch.__version__}: {len(results)} models, one small one per family with",
-        "BatchNorm, random weights and statistics, at the smallest input that the model takes.",
+        f"torch {torch.__version__}: {len(results)} models, the hard ones and the smallest of each",
+        "family, random weights and statistics, at the smallest input that the model takes.",
         "",
         "BN: BatchNormalization nodes left. Error: largest relative difference from the model in",
         "float64, with onnxruntime's rewrites off / on. Seconds: to make the file; ours include",
