@@ -79,8 +79,9 @@ def _normalize_(
         )
     mean, var, count = reference.finalize(sums, input.dtype)
     reference.update_running_stats(mean, var, count, *running, momentum)
-    output = _torch_kernels(input).normalize(input, weight, bias, mean, var, eps)
-    statistics = torch.cat((mean, (var + eps).rsqrt(), count))
+    invstd = (var + eps).rsqrt()
+    output = _torch_kernels(input).normalize(input, weight, bias, mean, invstd)
+    statistics = torch.cat((mean, invstd, count))
     return activations.apply(output, residual, activation, negative_slope), statistics
 
 
@@ -152,8 +153,7 @@ def _before_activation(
     if activation == "none":
         return grad_output
     mean, invstd = statistics[:-1].chunk(2)
-    variance = invstd.square().reciprocal()  # with eps in it
-    before = _torch_kernels(input).normalize(input, weight, bias, mean, variance, 0.0)
+    before = _torch_kernels(input).normalize(input, weight, bias, mean, invstd)
     before = activations.apply(before, residual, "none", 0.0)
     return activations.gradient(grad_output, before, activation, negative_slope)
 
