@@ -47,6 +47,9 @@ EPOCHS = {"digits": 3, "faces": 3}
 MODELS = {"tf_efficientnet_lite0": 0.01, "resnet18": 0.02}
 """Model -> learning rate."""
 
+FROZEN = {"tf_efficientnet_lite0": 0.0003, "resnet18": 0.002}
+"""Model -> learning rate with frozen layers, which diverge at the others'."""
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "when-sync-helps.md"
 
 
@@ -184,7 +187,7 @@ def settings_of(case: Case, output: Path) -> Settings:
         norm=case.norm,  # type: ignore[arg-type]
         epochs=EPOCHS[case.data],
         batch_size=case.batch,
-        lr=MODELS[case.model],
+        lr=(FROZEN if case.norm == "frozen" else MODELS)[case.model],
         img_size=IMAGE_SIZE,
         scale=(0.6, 1.0),
         hflip=0.0,
@@ -227,7 +230,7 @@ def section(data: str, model: str, results: list[dict[str, Any]]) -> list[str]:
     start = "ImageNet weights" if model == "tf_efficientnet_lite0" else "random weights"
     setting = (
         f"{images} training and {tested:.0f} validation images, {EPOCHS[data]} epochs, learning "
-        f"rate {MODELS[model]}."
+        f"rate {MODELS[model]}; frozen, which diverges at this one, {FROZEN[model]}."
     )
     lines = [
         "",
