@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib
 import json
 import multiprocessing
 import re
@@ -22,11 +21,14 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RESULTS = Path("build/fold-census.jsonl")
 TABLE = Path("docs/fold-census.md")
@@ -151,7 +153,7 @@ def count(name: str, *, with_peers: bool) -> dict[str, Any]:
         "difference": [tree.proof.float64, tree.proof.own_dtype],
     }
     if with_peers:
-        result["peers"] = {peer: _try(peer, name) for peer in PEERS}
+        result["peers"] = peers(name)
     return result
 
 
@@ -159,18 +161,31 @@ def _convolutions(program: torch.export.ExportedProgram) -> int:
     return sum("aten.conv" in str(node.target) for node in program.graph.nodes)
 
 
-def _try(peer: str, name: str) -> int | str:
-    """Return how many BatchNorms another tool leaves, or how it fails."""
+def peers(name: str) -> dict[str, int | str]:
+    """Return how many BatchNorms each other tool leaves, or how it fails."""
     model, images = build(name)
-    try:
-        if peer == "torch.fx fuse":
-            from torch.fx.experimental.optimization import fuse
+    counts = {"torch.fx fuse": _try(_fused, model)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        exported = _try(_exported, model, images, path)
+        for peer, tool in zip(PEERS[1:], (_optimized, _onnxsim, _onnxslim), strict=True):
+            counts[peer] = _try(tool, path) if path.is_file() else exported
+    return counts
 
-            return _traced_norms(fuse(model))
-        with tempfile.TemporaryDirectory() as folder:
-            return _onnx(peer, model, images, Path(folder))
+
+def _try(tool: Callable[..., int], *arguments: Any) -> int | str:
+    try:
+        return tool(*arguments)
+    except ImportError:
+        return "not installed"
     except Exception as error:
         return type(error).__name__
+
+
+def _fused(model: nn.Module) -> int:
+    from torch.fx.experimental.optimization import fuse
+
+    return _traced_norms(fuse(model))
 
 
 def _traced_norms(model: Any) -> int:
@@ -182,30 +197,37 @@ def _traced_norms(model: Any) -> int:
     return norms + sum(node.target is F.batch_norm for node in model.graph.nodes)
 
 
-def _onnx(peer: str, model: nn.Module, images: torch.Tensor, folder: Path) -> int | str:
-    import onnx
-
-    path = folder / "model.onnx"
+def _exported(model: nn.Module, images: torch.Tensor, path: Path) -> int:
     torch.onnx.export(model, (images,), str(path), dynamo=True, optimize=True, verbose=False)
-    if peer == "torch.onnx + onnxruntime":
-        import onnxruntime
+    return 0
 
-        session = onnxruntime.SessionOptions()
-        # the level above turns BatchNormalization into depthwise convolutions of its own layout
-        level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        session.graph_optimization_level = level
-        session.optimized_model_filepath = str(folder / "optimized.onnx")
-        session.log_severity_level = 3
-        onnxruntime.InferenceSession(str(path), session, providers=["CPUExecutionProvider"])
-        return _nodes(onnx.load(folder / "optimized.onnx", load_external_data=False))
-    try:
-        tool = importlib.import_module(peer)
-    except ImportError:
-        return "not installed"
-    loaded = onnx.load(path)
-    if peer == "onnxsim":
-        return _nodes(tool.simplify(loaded)[0])
-    return _nodes(tool.slim(loaded))
+
+def _optimized(path: Path) -> int:
+    import onnx
+    import onnxruntime
+
+    session = onnxruntime.SessionOptions()
+    # the level above turns BatchNormalization into depthwise convolutions of its own layout
+    level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    session.graph_optimization_level = level
+    session.optimized_model_filepath = str(path.with_name("optimized.onnx"))
+    session.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path), session, providers=["CPUExecutionProvider"])
+    return _nodes(onnx.load(path.with_name("optimized.onnx"), load_external_data=False))
+
+
+def _onnxsim(path: Path) -> int:
+    import onnx
+    import onnxsim
+
+    return _nodes(onnxsim.simplify(onnx.load(path))[0])
+
+
+def _onnxslim(path: Path) -> int:
+    import onnx
+    import onnxslim
+
+    return _nodes(onnxslim.slim(onnx.load(path)))
 
 
 def _nodes(model: Any) -> int:
