@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from bnconvert import BnconvertError, fold_exported
+from bnconvert.errors import VerificationError
 from bnconvert.fold import plan_fold_exported
 from bnconvert.report import Outcome
 from bnconvert.testing import randomize_batchnorm
@@ -198,3 +199,16 @@ def test_strided_branches_merge_and_the_residual_does_not() -> None:
 def test_the_original_program_still_runs_and_wrong_types_are_refused() -> None:
     with pytest.raises(BnconvertError, match="got Conv2d; use fold_batchnorm"):
         fold_exported(nn.Conv2d(1, 1, 1))  # type: ignore[arg-type]
+
+
+def test_a_failed_proof_names_the_first_operation_that_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bnconvert.fold.sites import Site
+
+    right = Site.new_bias
+    monkeypatch.setattr(Site, "new_bias", lambda site: right(site) * (1 + 1e-7))  # type: ignore[operator]
+    model = nn.Sequential(nn.Conv2d(6, 4, 3), nn.GELU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5))
+    model += nn.Sequential(nn.GELU(), nn.Conv2d(5, 2, 1))
+    with pytest.raises(VerificationError, match="the first layer to differ is 4;"):
+        fold_exported(export(model, image()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
@@ -12,7 +12,7 @@ from bnconvert.errors import BnconvertError
 from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.interpret import run_in_float64, user_inputs
 from bnconvert.fold.merge import merge_branches
-from bnconvert.fold.norms import find_norms
+from bnconvert.fold.norms import find_norms, path_of
 from bnconvert.fold.planner import Group, Planner
 from bnconvert.fold.proof import LIMIT, Proof, failed_proof, random_like, relative_difference
 from bnconvert.fold.rebuild import drop_unused, rebuild, set_affine, set_weights
@@ -119,7 +119,7 @@ def plan_fold_exported(
             set_affine(graph, group.calls[0])
     drop_unused(graph)
     folded = rebuild(graph)
-    proof = _prove(graph, folded) if verify else None
+    proof = _prove(graph, folded, planner.changed) if verify else None
     entries = [layer_report(group, group.name) for group in groups]
     entries += [_left(call.path or call.node.name, call.type) for call in batch]
     report = FoldReport("fold", tuple(dict.fromkeys(entries)), proof, count_ways(groups))
@@ -131,7 +131,7 @@ def _left(name: str, kind: str) -> LayerReport:
     return LayerReport(name, kind, Outcome.LEFT, reason=reason)
 
 
-def _prove(graph: FoldGraph, folded: ExportedProgram) -> Proof:
+def _prove(graph: FoldGraph, folded: ExportedProgram, moved: set[fx.Node]) -> Proof:
     program = graph.program
     original = FoldGraph(program)
     inputs = user_inputs(program)
@@ -141,10 +141,26 @@ def _prove(graph: FoldGraph, folded: ExportedProgram) -> Proof:
         for values in (inputs, random)
     )
     if not largest <= LIMIT:
-        raise failed_proof(largest, "")
+        raise failed_proof(largest, _first_difference(original, graph, inputs, moved))
     if program.example_inputs is None:
         return Proof(largest, None)
     args, kwargs = program.example_inputs
     with torch.no_grad():
         before, after = (each.module()(*args, **kwargs) for each in (program, folded))
     return Proof(largest, relative_difference(before, after))
+
+
+def _first_difference(
+    original: FoldGraph, graph: FoldGraph, inputs: list[Any], moved: set[fx.Node]
+) -> str:
+    """Return the first operation whose value differs, but for those that a right fold changes."""
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    run_in_float64(original, inputs, before)
+    run_in_float64(graph, inputs, after)
+    passed_over = {node.name for node in moved}
+    for node in original.graph.nodes:
+        same = node.name in before and node.name in after and node.name not in passed_over
+        if same and not relative_difference(before[node.name], after[node.name]) <= LIMIT:
+            return path_of(node) or str(node.name)
+    return ""

@@ -43,12 +43,15 @@ def _random(node: fx.Node, generator: torch.Generator) -> Any:
     return torch.zeros(shape, dtype=fake.dtype, device=fake.device)
 
 
-def run_in_float64(graph: FoldGraph, inputs: list[Any]) -> Any:
+def run_in_float64(
+    graph: FoldGraph, inputs: list[Any], computed: dict[str, Any] | None = None
+) -> Any:
     """Run a graph with all floating point values in float64.
 
     Args:
         graph: The graph, as captured or with edits.
         inputs: The user inputs, flattened.
+        computed: Filled with the value of each operation by the name of its node, if given.
 
     Returns:
         The output.
@@ -66,12 +69,21 @@ def run_in_float64(graph: FoldGraph, inputs: list[Any]) -> Any:
             values.append(value.double() if wide else value)
     module = fx.GraphModule(graph.program.graph_module, graph.graph)
     with in_float64():
-        return _Interpreter(module).run(*values)
+        return _Interpreter(module, {} if computed is None else computed).run(*values)
 
 
 class _Interpreter(fx.Interpreter):
-    """Skips the checks of dtypes that a captured graph holds."""
+    """Skips the checks of dtypes that a captured graph holds, and notes what is computed."""
+
+    def __init__(self, module: fx.GraphModule, computed: dict[str, Any]) -> None:
+        super().__init__(module)
+        self._computed = computed
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
-        return None if operation(n) == "_assert_tensor_metadata" else super().run_node(n)
+        if operation(n) == "_assert_tensor_metadata":
+            return None
+        value = super().run_node(n)
+        if n.op == "call_function":
+            self._computed[n.name] = value
+        return value
