@@ -37,7 +37,6 @@ from bnconvert.recalibrate import recalibrate_batchnorm
 from bnconvert.testing import run_ranks
 
 PROCESSES = 4
-IMAGE_SIZE = 48
 DIGITS = 300
 SEEDS = (0, 1, 2)
 BATCHES = (2, 4)
@@ -49,6 +48,9 @@ MODELS = {"tf_efficientnet_lite0": 0.01, "resnet18": 0.02}
 
 FROZEN = {"tf_efficientnet_lite0": 0.0003, "resnet18": 0.002}
 """Model -> learning rate with frozen layers, which diverge at the others'."""
+
+SIZES = {"tf_efficientnet_lite0": 48, "resnet18": 32}
+"""Model -> width and height of its images."""
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "when-sync-helps.md"
 
@@ -188,7 +190,7 @@ def settings_of(case: Case, output: Path) -> Settings:
         epochs=EPOCHS[case.data],
         batch_size=case.batch,
         lr=(FROZEN if case.norm == "frozen" else MODELS)[case.model],
-        img_size=IMAGE_SIZE,
+        img_size=SIZES[case.model],
         scale=(0.6, 1.0),
         hflip=0.0,
         workers=0,
@@ -200,7 +202,7 @@ def settings_of(case: Case, output: Path) -> Settings:
 def document(results: list[dict[str, Any]]) -> str:
     """Return the text of the document."""
     setting = (
-        f"{PROCESSES} processes on a CPU, {IMAGE_SIZE} px, SGD with momentum 0.9, cosine schedule, "
+        f"{PROCESSES} processes on a CPU, SGD with momentum 0.9, cosine schedule, "
         f"label smoothing 0.1, the same order of images for every column. Runs: {len(results)} of "
         f"{len(cases())}. Mean over the seeds (n), and in brackets least and greatest."
     )
@@ -229,8 +231,8 @@ def section(data: str, model: str, results: list[dict[str, Any]]) -> list[str]:
     images, tested = results[0]["images"], next(iter(results[0]["scores"].values()))["images"]
     start = "ImageNet weights" if model == "tf_efficientnet_lite0" else "random weights"
     setting = (
-        f"{images} training and {tested:.0f} validation images, {EPOCHS[data]} epochs, learning "
-        f"rate {MODELS[model]}; frozen, which diverges at this one, {FROZEN[model]}."
+        f"{images} training and {tested:.0f} validation images of {SIZES[model]} px, "
+        f"{EPOCHS[data]} epochs, learning rate {MODELS[model]}; frozen, which diverges at this one, {FROZEN[model]}."
     )
     lines = [
         "",
