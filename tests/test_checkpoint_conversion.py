@@ -324,6 +324,20 @@ def test_a_full_disk_leaves_nothing_and_the_old_file(
 
 
 @pytest.mark.parametrize("name", KINDS.values())
+def test_a_disk_that_fails_behind_the_writing_leaves_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(copying, "_flush", broken)
+    monkeypatch.setattr(copying, "FLUSH_EVERY", 200)
+    with pytest.raises(CheckpointError, match=f"{name}: Input/output error"):
+        save_checkpoint(net().state_dict(), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", KINDS.values())
 def test_a_result_that_reads_back_differently_is_not_kept(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

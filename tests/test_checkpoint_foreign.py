@@ -16,12 +16,13 @@ import numpy as np
 import onnx
 import onnx.helper as oh
 import pytest
+import safetensors.torch
 import torch
 from onnx import numpy_helper
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
-from bnconvert.checkpoint import convert_checkpoint, load_checkpoint
+from bnconvert.checkpoint import convert_checkpoint, load_checkpoint, save_checkpoint
 from bnconvert.errors import CheckpointError
 from bnconvert.testing import randomize_batchnorm, run_ranks
 
@@ -119,6 +120,13 @@ def _save_sharded(rank: int, folder: str) -> None:
         "rows.weight": distribute_tensor(whole, mesh, [Shard(0)]),
         "columns.weight": distribute_tensor(whole, mesh, [Shard(1)]),
         "odd.weight": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]),
+        "half.weight": distribute_tensor(whole.bfloat16(), mesh, [Shard(0)]),
+        "line.weight": distribute_tensor(whole.reshape(1, 30, 2), mesh, [Shard(1)]),
+        "inner.weight": distribute_tensor(whole.reshape(2, 15, 2), mesh, [Shard(1)]),
+        "empty.weight": distribute_tensor(torch.empty(0, 3), mesh, [Shard(0)]),
+        "one.weight": distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)]),
+        "scalar": torch.tensor(5),
+        "turned.weight": whole.t(),
         "same.running_mean": torch.arange(4.0),
         "same.running_var": torch.ones(4),
     }
@@ -132,10 +140,23 @@ def test_pieces_of_two_ranks_are_put_together(tmp_path: Path) -> None:
         "rows.weight": whole,
         "columns.weight": whole,
         "odd.weight": torch.arange(7.0),
+        "half.weight": whole.bfloat16(),
+        "line.weight": whole.reshape(1, 30, 2),
+        "inner.weight": whole.reshape(2, 15, 2),
+        "empty.weight": torch.empty(0, 3),
+        "one.weight": torch.ones(1, 3),
+        "scalar": torch.tensor(5),
+        "turned.weight": whole.t(),
         "same.running_mean": torch.arange(4.0),
         "same.running_var": torch.ones(4),
     }
-    assert_same(load_checkpoint(tmp_path / "d").tensors, expected)
+    checkpoint = load_checkpoint(tmp_path / "d")
+    assert_same(checkpoint.tensors, expected)
+    assembled = {name for name, entry in checkpoint.entries.items() if entry.extent is None}
+    assert assembled == {"columns.weight", "inner.weight", "turned.weight"}  # others are copied
+    for verify in (False, True):
+        save_checkpoint(checkpoint, tmp_path / f"{verify}.safetensors", verify=verify)
+        assert_same(safetensors.torch.load_file(tmp_path / f"{verify}.safetensors"), expected)
     next(iter(sorted((tmp_path / "d").glob("__1*")))).unlink()
     with pytest.raises(CheckpointError, match=r"missing|No such file"):
         load_checkpoint(tmp_path / "d")
@@ -354,6 +375,37 @@ def test_numpy_archives_are_read_and_objects_refused(tmp_path: Path, compressed:
     save(tmp_path / "o.npz", a=np.array([{}], dtype=object))
     with pytest.raises(CheckpointError, match="Python objects"):
         load_checkpoint(tmp_path / "o.npz")
+
+
+def npy(header: bytes, version: int = 1) -> bytes:
+    length = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + header + bytes(8)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_headers_of_arrays_are_read_as_python_2_wrote_them_and_damaged_ones_refused(
+    tmp_path: Path, version: int
+) -> None:
+    good = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2L,), }"
+    bad = (
+        b"{'desc\x17}: '<f4', 'fortran_orde}: False, 'shape: (2, 3, 2, 2), }",
+        good.replace(b"'descr'", rb"'\descr'"),
+        good.replace(b"2L", b"True"),
+        good.replace(b"2L", b"-2"),
+        good.replace(b"<f4", b"<U4"),
+        good.replace(b"'<f4'", b"[('a', '<f4')]"),
+        b"(" * 9000,
+        b"[1]",
+    )
+    path = tmp_path / "a.npz"
+    for header in (good, *bad):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.npy", npy(header, version))
+        if header is good:
+            assert_same(load_checkpoint(path).tensors, {"a": torch.zeros(2)})
+        else:
+            with pytest.raises(CheckpointError, match=r"a\.npz: a: "):
+                load_checkpoint(path)
 
 
 def tar_of(path: Path, name: str) -> None:

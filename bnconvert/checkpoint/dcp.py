@@ -21,7 +21,7 @@ from bnconvert.checkpoint.pickle_values import Instance, as_lazy
 from bnconvert.checkpoint.pickle_vm import PickleMachine
 from bnconvert.checkpoint.probe import Probe, inside
 from bnconvert.checkpoint.registry import Format, Options, from_tree
-from bnconvert.checkpoint.source import SourceFile
+from bnconvert.checkpoint.source import Extent, Joined, SourceFile
 from bnconvert.checkpoint.tensors import LazyTensor
 from bnconvert.errors import CheckpointError
 
@@ -181,7 +181,26 @@ def _tensor(
             result[block] = tensor.load()
         return result
 
-    return LazyTensor(shape, dtype, load)
+    return LazyTensor(shape, dtype, load, in_order(shape, parts))
+
+
+def in_order(shape: tuple[int, ...], parts: list[tuple[Piece, LazyTensor]]) -> Joined | None:
+    """Return the bytes of a tensor if its pieces' bytes follow each other, cut along one axis.
+
+    So it is where each rank has a block of rows; the pieces are copied as they are then.
+
+    Args:
+        shape: The whole, which the pieces cover exactly once.
+        parts: Its pieces and their values.
+    """
+    ordered = sorted((part for part in parts if math.prod(part[0].size)), key=lambda p: p[0].offset)
+    extents = [tensor.extent for _, tensor in ordered]
+    axis = next((i for i, size in enumerate(shape) if ordered and ordered[0][0].size[i] < size), 0)
+    rows = math.prod(shape[:axis]) == 1 and all(
+        piece.size[axis + 1 :] == shape[axis + 1 :] for piece, _ in ordered
+    )
+    ranges = tuple(extent for extent in extents if isinstance(extent, Extent))
+    return Joined(ranges) if rows and len(ranges) == len(extents) else None
 
 
 def _piece(chunk: Any) -> Piece:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import ast
 import math
+import re
+import warnings
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from bnconvert.checkpoint import frameworks
 from bnconvert.checkpoint.archive import Inflated
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from bnconvert.checkpoint.archive import Archive
     from bnconvert.checkpoint.probe import Probe
 
-MAX_HEADER = 1 << 16
+MAX_HEADER = 10_000
+"""Bytes, as numpy allows: a longer literal can exhaust the parser."""
 
 
 def is_npz(found: Probe) -> bool:
@@ -63,9 +64,9 @@ def array(archive: Archive, member: str) -> LazyTensor:
         member: Name of the member.
     """
     segment = archive.segment(member)
-    shape, fortran, dtype, start = _header(segment)
-    big_endian = dtype.byteorder == ">"
-    torch_dtype = numpy_dtype(dtype.str.lstrip("<>=|"))
+    shape, fortran, code, start = _header(segment)
+    big_endian = code.startswith(">")
+    torch_dtype = numpy_dtype(code.lstrip("<>=|"))
     nbytes = math.prod(shape) * torch_dtype.itemsize
     if nbytes != segment.nbytes - start:
         raise CheckpointError(
@@ -87,24 +88,33 @@ def array(archive: Archive, member: str) -> LazyTensor:
     return LazyTensor(shape, torch_dtype, load)
 
 
-def _header(segment: Segment) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    head = bytes(_first(segment))
-    stream = io.BytesIO(head)
-    try:
-        version = np.lib.format.read_magic(stream)
-        reader = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, fortran, dtype = reader(stream)
-    except (ValueError, KeyError, SyntaxError, TypeError, OverflowError, RecursionError) as error:
-        raise CheckpointError("has no header of an array; it is damaged") from error
-    if dtype.hasobject or dtype.names is not None:
+def _header(segment: Segment) -> tuple[tuple[int, ...], bool, str, int]:
+    """Return shape, whether Fortran's order, type code and where the values begin."""
+    head = _first(segment)
+    width = {b"\x93NUMPY\1\0": 2, b"\x93NUMPY\2\0": 4, b"\x93NUMPY\3\0": 4}.get(head[:8], 0)
+    start = 8 + width
+    end = start + int.from_bytes(head[8:start], "little")
+    if not width or end > len(head):
+        raise CheckpointError("has no header of an array; it is damaged")
+    described = _literal(head[start:end].decode("latin1"))
+    shape, code = described.get("shape"), described.get("descr")
+    sizes = shape if isinstance(shape, tuple) else (-1,)
+    if len(sizes) > 64 or not all(type(size) is int and size >= 0 for size in sizes):
+        raise CheckpointError(f"has shape {str(shape)[:80]}; it is damaged")
+    if not isinstance(code, str) or "O" in code:
         raise CheckpointError("holds Python objects, which are never unpickled; refused")
-    sizes = tuple(int(size) for size in shape)
-    if len(sizes) > 64 or min(sizes, default=0) < 0:
-        raise CheckpointError(f"has shape {list(sizes)[:8]}; it is damaged")
-    return sizes, bool(fortran), dtype, stream.tell()
+    return sizes, described.get("fortran_order") is True, code, end
+
+
+def _literal(text: str) -> dict[str, Any]:
+    """Return the dictionary that a header is; Python 2 wrote its numbers as 3L."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's parser, on texts that are damaged
+            value = ast.literal_eval(re.sub(r"(?<=\d)L\b", "", text.strip()))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise CheckpointError("has a header that cannot be read; it is damaged") from error
+    return value if isinstance(value, dict) else {}
 
 
 def _first(segment: Segment) -> bytes:

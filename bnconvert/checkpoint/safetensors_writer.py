@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from bnconvert.checkpoint import metadata
-from bnconvert.checkpoint.copying import FileOutput, write_tensor
+from bnconvert.checkpoint.copying import new_file, write_tensor
 from bnconvert.checkpoint.outputs import NO_HASH, Job, compare_written, without_aliases
 from bnconvert.checkpoint.safetensors_file import DTYPES, read_header
 from bnconvert.checkpoint.source import SourceFile
@@ -48,18 +48,14 @@ def write_tensors(
     """
     placed = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # keeps all aligned
     texts = metadata.write(job.weights, shared, job.provenance_with(NO_HASH))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        output = FileOutput(descriptor, checked=job.verify)
+    with new_file(path, checked=job.verify) as output:
         output.write(memoryview(header(tensors, placed, texts)))
         for name in placed:
             write_tensor(output, tensors[name])
             job.progress(tensors[name].nbytes)
         if job.sha256 is not None:
             told = metadata.write(job.weights, shared, job.provenance_with(job.sha256.result()))
-            os.pwrite(descriptor, header(tensors, placed, told), 0)
-    finally:
-        os.close(descriptor)
+            os.pwrite(output.descriptor, header(tensors, placed, told), 0)
 
 
 def header(tensors: Mapping[str, LazyTensor], placed: list[str], texts: Mapping[str, str]) -> bytes:

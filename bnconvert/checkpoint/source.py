@@ -126,6 +126,10 @@ class Extent:
         whole = offset == 0 and nbytes == self.nbytes
         return Extent(self.file, self.offset + offset, nbytes, self.crc if whole else None)
 
+    def extents(self) -> tuple[Extent, ...]:
+        """Return the ranges of files that this is."""
+        return (self,)
+
     def read(self) -> bytes:
         """Return all bytes."""
         data = self.file.read(self.offset, self.nbytes)
@@ -169,6 +173,27 @@ def _fill(stream: io.BufferedReader, view: memoryview, path: Path) -> None:
         if not count:
             raise CheckpointError(f"{path}: ends early; it was cut while it was read")
         done += count
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Ranges of files, one after the other."""
+
+    parts: tuple[Extent, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return sum(part.nbytes for part in self.parts)
+
+    def extents(self) -> tuple[Extent, ...]:
+        """Return the ranges of files that this is."""
+        return self.parts
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield all bytes in order; a view is valid until the next one is asked for."""
+        for part in self.parts:
+            yield from part.chunks()
 
 
 @dataclass(frozen=True)

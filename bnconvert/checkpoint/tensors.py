@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bnconvert.checkpoint.source import Extent, Segment, read_bytes
+from bnconvert.checkpoint.source import Extent, Joined, Segment, read_bytes
 from bnconvert.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
-    extent: Extent | None = None
+    extent: Extent | Joined | None = None
     shares: Hashable = None
     order: str = ""
 

@@ -6,14 +6,13 @@ import collections
 import io
 import json
 import math
-import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bnconvert.checkpoint import metadata, torch_zip
-from bnconvert.checkpoint.copying import FileOutput, chunks_of
+from bnconvert.checkpoint.copying import chunks_of, new_file
 from bnconvert.checkpoint.outputs import Job, compare_written, without_aliases
 from bnconvert.checkpoint.pickle_values import as_lazy
 from bnconvert.checkpoint.source import SourceFile
@@ -81,9 +80,8 @@ def write(path: Path, job: Job) -> None:
         VerificationError: The file read back differs.
     """
     stored, shared = without_aliases(job.weights.tensors)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        archive = ZipWriter(FileOutput(descriptor, checked=True))
+    with new_file(path, checked=True) as output:
+        archive = ZipWriter(output)
         _add(archive, "data.pkl", _pickle(stored, shared, job))
         _add(archive, "byteorder", b"little")
         for key, tensor in enumerate(stored.values()):
@@ -94,8 +92,6 @@ def write(path: Path, job: Job) -> None:
         _add(archive, metadata.ZIP_MEMBER, json.dumps(notes).encode())
         _add(archive, "version", b"3\n")
         archive.close()
-    finally:
-        os.close(descriptor)
     if job.verify:
         tree, _ = torch_zip.read_pickle(SourceFile(path).extent())
         written = {name: as_lazy(value) for name, value in tree.items()}
