@@ -344,6 +344,14 @@ def test_every_truncation_is_an_error_or_loses_nothing(tmp_path: Path) -> None:
             assert all(torch.equal(loaded[key], expected[key]) for key in expected)
 
 
+def test_an_archive_without_members_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "e.pth"
+    torch.save(STATE, path)
+    path.write_bytes(path.read_bytes()[:100] + b"PK\5\6" + bytes(18))
+    with pytest.raises(CheckpointError, match=r"e\.pth"):
+        load_checkpoint(path)
+
+
 def test_wrong_kinds_of_file_and_link_loops_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.pt")
     (tmp_path / "loop.pt").symlink_to("loop.pt")

@@ -51,8 +51,8 @@ class Archive:
             (m.header_offset, m.header_offset + 30 + len(m.filename.encode()) + m.compress_size)
             for m in members
         )
-        starts = [start for start, _ in spans[1:]] + [self.extent.nbytes]
-        if any(end > start for (_, end), start in zip(spans, starts, strict=True)):
+        spans.append((self.extent.nbytes, self.extent.nbytes))
+        if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
             raise CheckpointError(f"{self.where}: its zip members overlap; the file is damaged")
         if any(m.flag_bits & 1 for m in members):
             raise CheckpointError(f"{self.where}: is encrypted; decrypt it first")

@@ -2,7 +2,8 @@
 
 The orders, as their frameworks name them: spatial axes first, then input and output channels
 (`HWIO`, also for one or three spatial axes), depthwise kernels with a multiplier last (`HWIM`),
-transposed convolutions (`HWOI`), and dense layers (`IO`).
+transposed convolutions (`HWOI`), and dense layers (`IO`). Flax's transposed convolutions correlate
+where torch's convolve, so their kernels (`HWIO flipped`) are turned around along the spatial axes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
     from bnconvert.checkpoint.record import Weights
     from bnconvert.checkpoint.tensors import LazyTensor
 
+FLIPPED = "HWIO flipped"
+
 
 def permutation(order: str, dimensions: int) -> tuple[int, ...]:
     """Return the order in which torch has the axes of a weight.
 
     Args:
-        order: "HWIO", "HWIM", "HWOI" or "IO".
+        order: "HWIO", "HWIM", "HWOI", "HWIO flipped" or "IO".
         dimensions: Number of axes.
     """
     spatial = tuple(range(dimensions - 2))
-    if order == "HWIM":
+    if order in ("HWIM", FLIPPED):
         return (dimensions - 2, dimensions - 1, *spatial)
     return (dimensions - 1, dimensions - 2, *spatial)
 
@@ -46,7 +49,10 @@ def to_torch(tensor: LazyTensor) -> LazyTensor:
     axes, shape = permutation(tensor.order, len(tensor.shape)), torch_shape(tensor)
 
     def load() -> Tensor:
-        return tensor.load().permute(axes).reshape(shape).contiguous()
+        values = tensor.load()
+        if tensor.order == FLIPPED:
+            values = values.flip(tuple(range(values.dim() - 2)))
+        return values.permute(axes).reshape(shape).contiguous()
 
     return replace(tensor, shape=shape, load=load, extent=None, order="", shares=None)
 

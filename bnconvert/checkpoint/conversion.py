@@ -216,6 +216,8 @@ def plan_conversion(
         CheckpointError: The checkpoint does not fit the model, or its eps differs and `settings`
             do not say which counts.
     """
+    if settings.eps and model is None:
+        raise CheckpointError(f"eps {settings.eps!r} needs a model to compare with; give --model")
     weights = checkpoint.weights()
     changes: dict[str, list[str]] = {}
     axes.order_axes(weights, changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bnconvert.checkpoint.names import batchnorm_layers
 from bnconvert.checkpoint.record import Fact, Weights
 from bnconvert.errors import CheckpointError
 
@@ -21,7 +22,7 @@ def match_eps(path: Path, weights: Weights, model: nn.Module, choice: str | None
 
     Args:
         path: For the message.
-        weights: Facts are replaced by the model's where those are chosen.
+        weights: Facts are replaced and completed by the model's where those are chosen.
         model: The target; not changed.
         choice: "from-file", "from-model" or None.
 
@@ -29,13 +30,20 @@ def match_eps(path: Path, weights: Weights, model: nn.Module, choice: str | None
         What was settled, by layer.
 
     Raises:
-        CheckpointError: They differ and nothing was chosen.
+        CheckpointError: They differ and nothing was chosen, or the file was chosen and has none.
     """
     differing: dict[str, tuple[float, float]] = {}
+    layers = batchnorm_layers(weights.tensors)
+    told: dict[str, str] = {}
     for name, module in model.named_modules():
         fact = weights.bn.get(name, {}).get("eps")
         own = getattr(module, "eps", None)
-        if fact is None or not isinstance(own, float) or not isinstance(fact.value, (int, float)):
+        if not isinstance(own, float):
+            continue
+        if fact is None and choice == "from-model" and name in layers:
+            weights.bn[name] = {**weights.bn.get(name, {}), "eps": Fact(own, "the target model")}
+            told[name] = f"eps {own:g} from the model; the file has none"
+        if fact is None or not isinstance(fact.value, (int, float)):
             continue
         if abs(fact.value - own) > EPS_TOLERANCE * max(abs(own), abs(fact.value)):
             differing[name] = (float(fact.value), own)
@@ -46,10 +54,19 @@ def match_eps(path: Path, weights: Weights, model: nn.Module, choice: str | None
             f"{f' ({len(differing)} layers differ)' if len(differing) > 1 else ''}; say which "
             "counts with --eps from-file or --eps from-model"
         )
+    if (
+        choice == "from-file"
+        and layers
+        and not any("eps" in facts for facts in weights.bn.values())
+    ):
+        raise CheckpointError(
+            f"{path}: eps should come from the file, which has none for {len(layers)} layers; "
+            "use --eps from-model"
+        )
     if choice == "from-model":
         for name, (_, own) in differing.items():
             weights.bn[name] = {**weights.bn[name], "eps": Fact(own, "the target model")}
-    return {
+    return told | {
         name: f"eps {stored:g} in the file, {own:g} in the model; {choice} counts"
         for name, (stored, own) in differing.items()
     }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.checkpoint import frameworks
+from bnconvert.checkpoint.axes import FLIPPED
 from bnconvert.checkpoint.msgpack import Extension, unpack
 from bnconvert.checkpoint.pickle_values import numpy_dtype
 from bnconvert.checkpoint.record import Weights
@@ -81,19 +82,38 @@ def _walk(branch: dict[Any, Any], path: tuple[str, ...], collection: str, weight
     for key, value in branch.items():
         tensor = _array(value)
         if tensor is not None:
-            leaf, tensor = frameworks.leaf_of(str(key), tensor, _is_transposed(path))
+            oriented = _oriented(path, branch, str(key), tensor)
+            leaf, tensor = frameworks.leaf_of(str(key), tensor)
+            tensor = oriented if oriented.order else tensor
             frameworks.add(weights.tensors, ".".join(path), leaf, tensor)
         elif isinstance(value, dict):
             _walk(value, (*path, str(key)), collection, weights)
 
 
-def _is_transposed(path: tuple[str, ...]) -> bool:
-    if path and path[-1].startswith("ConvTranspose"):
+def _oriented(
+    path: tuple[str, ...], branch: dict[Any, Any], leaf: str, tensor: LazyTensor
+) -> LazyTensor:
+    """Return a kernel of a transposed convolution with its axes described, others as they are.
+
+    Flax's ConvTranspose has kernels [..., in, out], used as they are, or with `transpose_kernel`
+    [..., out, in], used turned around like torch's. The bias tells them apart where in and out
+    differ (https://flax.readthedocs.io, ConvTranspose; jax.lax.conv_transpose).
+
+    Raises:
+        CheckpointError: Nothing tells which it is.
+    """
+    if leaf != "kernel" or not path or not path[-1].startswith("ConvTranspose"):
+        return tensor
+    bias = _array(branch.get("bias"))
+    width = bias.shape[0] if bias is not None and len(bias.shape) == 1 else None
+    ends = tensor.shape[-2:]
+    if len(tensor.shape) < 3 or width not in ends or ends[0] == ends[1]:
         raise CheckpointError(
-            f"{'.'.join(path)} is a transposed convolution, whose kernel Flax may have flipped; "
-            "convert that layer by hand"
+            f"{'.'.join(path)} is a transposed convolution of shape {list(tensor.shape)}, and "
+            f"{'no bias says' if width is None else f'a bias of {width} does not say'} whether it "
+            "was made with transpose_kernel; convert that layer by hand"
         )
-    return False
+    return tensor.ordered(FLIPPED if ends[1] == width else "HWOI")
 
 
 def _array(value: Any) -> LazyTensor | None:

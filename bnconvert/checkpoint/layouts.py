@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bnconvert.checkpoint.averages import unnamed_average, with_names
 from bnconvert.checkpoint.modules import holds_module, module_weights
 from bnconvert.checkpoint.names import LEAVES, listed, without_wrappers
 from bnconvert.checkpoint.pickle_values import Instance, as_lazy, is_tensor
@@ -205,7 +206,7 @@ def _is_state_dict(tree: Tree) -> bool:
 def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     raw = _first(tree, layout.raw)
     ema = _first(tree, layout.ema)
-    if weights == "ema" and ema is None:
+    if weights == "ema" and ema is None and not unnamed_average(tree, EMA_KEYS):
         raise CheckpointError(
             f"holds no EMA weights ({layout.name}, keys {listed(map(str, tree))}); ask for raw"
         )
@@ -214,7 +215,11 @@ def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     key = ema if ema is not None and weights != "raw" else raw
     if key is None:
         raise CheckpointError(f"looks like {layout.name} but holds no weights")
-    result = _value_weights(tree[key])
+    unnamed = unnamed_average(tree, EMA_KEYS) if ema is None and raw and weights != "raw" else None
+    if raw is not None and unnamed is not None:
+        result = _with_unnamed(_value_weights(tree[raw]), raw, *unnamed, weights)
+    else:
+        result = _value_weights(tree[key])
     if layout.name == "DeepSpeed":
         _refuse_placeholders(result)
     result.layout = layout.name
@@ -227,6 +232,25 @@ def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
             _add_buffers(result, _value_weights(tree[raw]), raw)
     arch = tree.get("arch")
     result.architecture = arch if isinstance(arch, str) else ""
+    return result
+
+
+def _with_unnamed(raw: Weights, key: str, ema: str, values: list[Any], wanted: str) -> Weights:
+    """Return an average without names under the raw weights' names, or for "auto" the raw ones."""
+    try:
+        result = with_names(values, raw)
+    except CheckpointError as error:
+        reason = f"the average in {ema} has no names: {error}"
+        if wanted == "ema":
+            raise CheckpointError(reason) from error
+        raw.notes.insert(0, f"auto chose the raw weights ({key}); {reason}")
+        return raw
+    how = "auto chose" if wanted == "auto" else "these are"
+    result.notes.append(
+        f"{how} the EMA weights ({ema}); the others are in {key}, whose names they got in the "
+        f"order of the parameters: all {len(values)} shapes agree"
+    )
+    _add_buffers(result, raw, key)
     return result
 
 
