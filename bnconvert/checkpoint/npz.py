@@ -30,7 +30,8 @@ MAX_HEADER = 10_000
 
 def is_npz(found: Probe) -> bool:
     """Return whether a file is a zip archive of `.npy` members."""
-    return found.archive is not None and all(n.endswith(".npy") for n in found.archive.names())
+    names = found.archive.names() if found.archive is not None else []
+    return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 def read(found: Probe, options: Options) -> Weights:
