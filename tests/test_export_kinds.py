@@ -167,6 +167,49 @@ def test_half_precision_rounds_weights_and_keeps_float32_outside(tmp_path: Path)
     assert 1e-5 < report.largest_difference < 1e-2
 
 
+class Square(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+def large(kind: str) -> nn.Sequential:
+    """Return a model whose values between its layers are beyond float16."""
+    torch.manual_seed(0)
+    first, last, norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(8)
+    layers: dict[str, list[nn.Module]] = {
+        "conv": [first, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), last],
+        "norm": [first, nn.ReLU(), norm, nn.ReLU(), last],
+        "product": [first, Square(), last],
+        "tiny": [first, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), last],
+    }
+    net = nn.Sequential(*layers[kind]).eval()
+    randomize_batchnorm(net)
+    factor = 1e-9 if kind == "tiny" else 1e6
+    with torch.no_grad():
+        first.weight.mul_(factor)
+        assert first.bias is not None
+        first.bias.mul_(factor)
+        if kind == "norm":
+            norm.get_buffer("running_mean").mul_(factor)
+            norm.get_buffer("running_var").mul_(factor**2)
+        else:
+            net[2].get_parameter("weight").mul_(factor**-2 if kind == "product" else 1 / factor)
+    return net
+
+
+@pytest.mark.parametrize("kind", ["conv", "norm", "product", "tiny"])
+def test_half_precision_keeps_what_it_cannot_hold_in_float32(tmp_path: Path, kind: str) -> None:
+    net = large(kind)
+    expected = net(IMAGES)
+    report = export_onnx(net, tmp_path / "half.onnx", IMAGES, dtype=torch.float16)
+    assert any(note.startswith("kept in float32") and "0/Conv" in note for note in report.notes)
+    assert norms(tmp_path / "half.onnx") == (kind == "norm")
+    assert report.largest_difference < 2e-3
+    naive = net.half()(IMAGES.half()).float()
+    error = (naive - expected).abs().max() / expected.abs().max()
+    assert not error < 0.1  # infinite, NaN, or all zero
+
+
 def test_another_image_size_is_proven_or_refused(tmp_path: Path) -> None:
     report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, dynamic_size=True)
     assert {check.size for check in report.checks} == {None, (48, 80)}

@@ -245,14 +245,21 @@ def test_difference_above_the_tolerance_keeps_the_old_file(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("opset", [18, 20])
+@pytest.mark.parametrize("opset", [18, 21, 25, 26, onnx.defs.onnx_opset_version()])
 def test_opset_is_the_one_asked_for(tmp_path: Path, opset: int) -> None:
-    report = export_onnx(make_net(), tmp_path / "net.onnx", IMAGES, opset=opset)
-    imports = {
-        entry.domain: entry.version for entry in onnx.load(tmp_path / "net.onnx").opset_import
-    }
-    assert imports == {"": opset}
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.GELU(), nn.LayerNorm(4)).eval()
+    randomize_batchnorm(net)
+    report = export_onnx(net, tmp_path / "m.onnx", torch.randn(2, 6), opset=opset)
     assert report.opset == opset
+    (entry,) = onnx.load(tmp_path / "m.onnx").opset_import
+    assert entry.version == opset
+
+
+@pytest.mark.parametrize("opset", [0, onnx.defs.onnx_opset_version() + 1])
+def test_opset_that_onnx_does_not_know_is_refused(tmp_path: Path, opset: int) -> None:
+    with pytest.raises(BnconvertError, match=f"^opset: {opset} is not known"):
+        export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, opset=opset)
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_exports_give_the_same_bytes(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LARGEST = 65504.0
+_SMALLEST = 2.0**-14  # below it, numbers lose digits, and at last become zero
 _HEADROOM = 2.0  # other inputs than the proven ones may be larger
 _STATISTICS = frozenset(
     {
@@ -84,15 +85,16 @@ def to_half(model: ir.Model, largest: Mapping[str, float]) -> list[str]:
 
 
 def _overflows(node: ir.Node, largest: Mapping[str, float]) -> bool:
+    """Whether something around a node is beyond float16: too large, or small throughout."""
     for value in (*node.inputs, *node.outputs):
         if value is None or value.dtype != _FLOAT:
             continue
         if value.const_value is not None:
             array = value.const_value.numpy()
-            finite = np.abs(array[np.isfinite(array)])
-            if finite.size and finite.max() > LARGEST:
-                return True
-        elif largest.get(value.name or "", 0.0) * _HEADROOM > LARGEST:
+            top = float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
+        else:
+            top = largest.get(value.name or "", 0.0) * _HEADROOM
+        if top > LARGEST or 0.0 < top < _SMALLEST:
             return True
     return False
 

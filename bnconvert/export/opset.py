@@ -20,6 +20,9 @@ DEFAULT_OPSET = 18
 OLDEST_TRANSLATED = 18
 """The oldest opset that torch translates to; older ones are reached by converting from it."""
 
+NEWEST_TRANSLATED = 25
+"""The newest that every graph is translated to; newer ones are reached by converting from it."""
+
 
 def check_opset(opset: int | None) -> int:
     """Return the opset to write.
@@ -44,40 +47,25 @@ def to_opset(model: ir.Model, opset: int) -> ir.Model:
         BnconvertError: An operation of the graph cannot be expressed in it.
     """
     current = model.opset_imports[""]
-    if opset < current:
-        model = _lower(model, opset)
-    elif opset > current:
-        raise BnconvertError(
-            f"opset: torch {_torch_version()} translates up to opset {current} but {opset} was "
-            "asked for; choose a lower one"
-        )
+    if opset != current:
+        if opset < current:
+            _drop_new_attributes(model, opset)
+        model = _converted(model, current, opset)
     imports = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
     model.ir_version = onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)
     return model
 
 
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
-def _lower(model: ir.Model, opset: int) -> ir.Model:
-    _drop_new_attributes(model, opset)
+def _converted(model: ir.Model, current: int, opset: int) -> ir.Model:
     proto = ir.serde.serialize_model(model)
     try:
         converted = version_converter.convert_version(proto, opset)
         onnx.checker.check_model(converted, full_check=True)
-    except (
-        RuntimeError,
-        version_converter.ConvertError,
-        onnx.checker.ValidationError,
-        onnx.shape_inference.InferenceError,
-    ) as error:
+    except Exception as error:  # the converter raises whatever its adapters raise
         reason = first_line(error).rpartition("failed: ")[2]
+        choice = f"{current} or higher" if opset < current else f"{current} or lower"
         raise BnconvertError(
-            f"opset: the graph cannot be expressed in opset {opset} ({reason}); use "
-            f"{OLDEST_TRANSLATED} or higher"
+            f"opset: the graph cannot be expressed in opset {opset} ({reason}); choose {choice}"
         ) from error
     return ir.serde.deserialize_model(converted)
 

@@ -21,7 +21,7 @@ from onnxscript.rewriter.rules import common as rules
 from bnconvert import __version__
 from bnconvert.errors import BnconvertError
 from bnconvert.export.capture import layer_of
-from bnconvert.export.opset import OLDEST_TRANSLATED, quiet_converter
+from bnconvert.export.opset import NEWEST_TRANSLATED, OLDEST_TRANSLATED, quiet_converter
 from bnconvert.runners import first_line
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def translate(program: ExportedProgram, opset: int, outputs: Sequence[str]) -> i
                 (),
                 dynamo=True,
                 optimize=False,
-                opset_version=max(opset, OLDEST_TRANSLATED),
+                opset_version=min(max(opset, OLDEST_TRANSLATED), NEWEST_TRANSLATED),
                 verbose=False,
             )
     except Exception as error:
