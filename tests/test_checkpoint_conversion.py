@@ -294,6 +294,18 @@ def test_existing_outputs_and_the_input_itself_are_refused(tmp_path: Path) -> No
     assert source.read_bytes() == before
 
 
+def test_devices_and_pipes_are_never_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "p.pth"
+    os.mkfifo(pipe)
+    for target in (pipe, tmp_path / "link.pth"):
+        if target is not pipe:
+            target.symlink_to(pipe)
+        with pytest.raises(CheckpointError, match="device or pipe"):
+            save_checkpoint(net().state_dict(), target, overwrite=True)
+    assert pipe.is_fifo()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_the_file_mode_follows_the_umask(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:

@@ -51,9 +51,13 @@ def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = False) -> Ite
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse an output that exists without `overwrite`, is a folder, or has no folder."""
+    """Refuse an output that exists without `overwrite`, is no file, or has no folder."""
     if target.is_dir():
         raise CheckpointError(f"{target}: is a folder; name a file")
+    if target.exists() and not target.is_file():
+        raise CheckpointError(
+            f"{target}: is a device or pipe, which is never replaced; name a file"
+        )
     if not overwrite and os.path.lexists(target):
         raise CheckpointError(f"{target}: exists; use --force (overwrite=True) to replace it")
     if not target.parent.is_dir():
