@@ -232,7 +232,8 @@ def section(data: str, model: str, results: list[dict[str, Any]]) -> list[str]:
     start = "ImageNet weights" if model == "tf_efficientnet_lite0" else "random weights"
     setting = (
         f"{images} training and {tested:.0f} validation images of {SIZES[model]} px, "
-        f"{EPOCHS[data]} epochs, learning rate {MODELS[model]}; frozen, which diverges at this one, {FROZEN[model]}."
+        f"{EPOCHS[data]} epochs, learning rate {MODELS[model]}; frozen, which diverges at this "
+        f"one, {FROZEN[model]}."
     )
     lines = [
         "",
