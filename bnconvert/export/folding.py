@@ -14,17 +14,12 @@ from bnconvert.fold import plan_fold_exported
 from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.norms import NormCall, find_norms, path_of
 from bnconvert.layerwise import FOLDED_KEY, MOVED_KEY
-from bnconvert.report import Outcome
 
 if TYPE_CHECKING:
     from torch import fx
     from torch.export import ExportedProgram
 
     from bnconvert.fold import ExportedPlan, FoldReport
-
-# Words in the report of folding about where a norm went.
-_BACKWARD = ("into ", "back ")
-_FORWARD = "forward "
 
 
 def fold_program(
@@ -41,25 +36,24 @@ def fold_program(
 
 
 def _layer_entries(program: ExportedProgram, plan: ExportedPlan) -> dict[str, str]:
-    layers = plan.report.layers
-    ways = {entry.name: entry.now for entry in layers if entry.outcome is Outcome.FOLDED}
     graph = FoldGraph(program)
     readers = {node.name: _reader_names(node) for node in plan.apply().graph.nodes}
     last = _last_nodes(graph)
     folded: dict[str, str] = {}
     changed: set[fx.Node] = set()
     for call in find_norms(graph)[0]:
-        if call.path not in ways:
+        if call.path not in plan.ways:
             continue
-        way = ways[call.path]
-        if way.startswith(_BACKWARD):
+        way = plan.ways[call.path]
+        forward = way in {"forward", "split"}
+        if way in {"backward", "split"}:
             changed |= _between(graph, call.source, forward=False)
-        if _FORWARD in way:
+        if forward:
             changed |= _after(graph, call)
         source = path_of(call.source)
         replaced = _reader_names(call.node) <= readers.get(call.source.name, set())
         own = last.get(call.path) is call.node and last.get(source) is call.source
-        if _FORWARD not in way and replaced and own:
+        if not forward and replaced and own:
             folded[call.path] = source
         else:
             changed.add(call.node)

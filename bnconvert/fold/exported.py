@@ -21,6 +21,8 @@ from bnconvert.fold.search import Context
 from bnconvert.report import LayerReport, Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import fx
 
     from bnconvert.fold.norms import NormCall
@@ -54,10 +56,14 @@ class ExportedPlan:
 
     Attributes:
         report: What becomes of each norm.
+        ways: Which way each folded norm goes, by name: "backward", "forward", "split" or "merged".
     """
 
-    def __init__(self, program: ExportedProgram, report: FoldReport) -> None:
+    def __init__(
+        self, program: ExportedProgram, report: FoldReport, ways: Mapping[str, str]
+    ) -> None:
         self.report = report
+        self.ways = ways
         self._program = program
 
     def apply(self) -> ExportedProgram:
@@ -123,7 +129,8 @@ def plan_fold_exported(
     entries = [layer_report(group, group.name) for group in groups]
     entries += [_left(call.path or call.node.name, call.type) for call in batch]
     report = FoldReport("fold", tuple(dict.fromkeys(entries)), proof, count_ways(groups))
-    return ExportedPlan(folded, report)
+    ways = {group.name: group.how for group in groups if group.move is not None}
+    return ExportedPlan(folded, report, ways)
 
 
 def _left(name: str, kind: str) -> LayerReport:
