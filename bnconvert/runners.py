@@ -110,7 +110,7 @@ def _open_session(
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level.value)
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # its warnings are about rewrites of the graph, not results
+    options.log_severity_level = 4  # warnings are about rewrites of the graph; errors are raised
     source = str(model) if isinstance(model, Path) else model
     try:
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])

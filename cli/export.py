@@ -7,13 +7,19 @@ from typing import Any
 
 import click
 
-from bnconvert.cli.output import exit_if_left, json_option, model_argument, show, strict_option
+from bnconvert.cli.output import (
+    exit_if_left,
+    json_option,
+    model_argument,
+    output_options,
+    show,
+    strict_option,
+)
 
 
 @click.command("export")
 @model_argument
-@click.option("-o", "--output", metavar="FILE", required=True, help="The ONNX file to write.")
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@output_options("ONNX file")
 @click.option("--opset", type=int, help="Version of the ONNX operator set. [default: 18]")
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to --batch-size.")
 @click.option(

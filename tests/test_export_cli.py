@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from PIL import Image
+from timm.data import create_transform
 from torch import nn
 
+from bnconvert import export_onnx
 from bnconvert.cli.main import group
 from bnconvert.errors import BnconvertError
 from bnconvert.testing import randomize_batchnorm
@@ -71,6 +74,36 @@ def test_export_prints_its_table_and_the_file_equals_the_model(tmp_path: Path) -
     assert comparison["inputs"] == "3 images"
     assert comparison["largest_difference"] < 1e-5
     assert comparison["top1"] == 1.0
+
+
+def test_dry_run_proves_everything_and_writes_nothing(tmp_path: Path) -> None:
+    result = run("export", MODEL, "-o", str(tmp_path / "tiny.onnx"), "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert len(report["checks"]) == 6
+    assert report["fold"]["counts"] == {"folded": 1}
+    assert "dry run: nothing was written" in report["notes"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_preprocess_in_the_file_is_that_of_timm_to_the_last_bit(tmp_path: Path) -> None:
+    """The first layer copies its input, so that the file's output is the normalised image."""
+    net = nn.Sequential(nn.Conv2d(3, 3, 1, bias=False))
+    net[0].weight = nn.Parameter(torch.eye(3).view(3, 3, 1, 1))
+    config = {"input_size": (3, 256, 16), "mean": (0.485, 0.456, 0.406), "std": (0.2, 0.3, 0.4)}
+    net.pretrained_cfg = {**config, "crop_pct": 1.0}  # type: ignore[assignment]
+    export_onnx(net, tmp_path / "m.onnx", preprocess=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (256, 16, 3), dtype=np.uint8)
+    pixels[:, 0, :] = np.arange(256, dtype=np.uint8)[:, None]
+    transform = create_transform(
+        (3, 256, 16), mean=config["mean"], std=config["std"], crop_pct=1.0, is_training=False
+    )
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    (entry,) = session.get_inputs()
+    (result,) = session.run(None, {entry.name: pixels[None]})
+    assert entry.type == "tensor(uint8)"
+    expected = transform(Image.fromarray(pixels))
+    torch.testing.assert_close(torch.from_numpy(result[0]), expected, rtol=0, atol=0)
 
 
 def test_file_with_preprocess_and_softmax_pairs_with_the_model_and_itself(tmp_path: Path) -> None:

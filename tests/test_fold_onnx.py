@@ -48,8 +48,8 @@ class Graph:
         self.nodes.append(node)
         return result
 
-    def norm(self, value: str, channels: int = C) -> str:
-        weight = self.weight(channels)
+    def norm(self, value: str, channels: int = C, positive: bool = False) -> str:
+        weight = self.weight(channels, low=0.1 if positive else -1.0)
         self.weights[-1].raw_data = self._with_zero(self.weights[-1])
         bias, mean = self.weight(channels), self.weight(channels)
         return self.call(NORM, value, weight, bias, mean, self.weight(channels, low=0.3, high=2.0))
@@ -89,7 +89,9 @@ def count(path: Path, op: str = NORM) -> int:
 
 def conv(g: Graph, x: str, out: int = C, inputs: int = C, group: int = 1, **kw: Any) -> str:
     bias = () if kw.pop("no_bias", False) else (g.weight(out),)
-    return g.call("Conv", x, g.weight(out, inputs // group, 3, 3), *bias, group=group, **kw)
+    kernel = kw.pop("kernel", 3)
+    weight = g.weight(out, inputs // group, kernel, kernel)
+    return g.call("Conv", x, weight, *bias, group=group, **kw)
 
 
 def build_conv(g: Graph) -> str:
@@ -179,6 +181,54 @@ def build_forward_matmul(g: Graph) -> str:
     return g.call("MatMul", y, g.weight(C, 5))
 
 
+def build_average_pool(g: Graph) -> str:
+    y = g.call("AveragePool", conv(g, "x"), kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    return g.norm(y)
+
+
+def build_global_average(g: Graph) -> str:
+    return g.norm(g.call("GlobalAveragePool", conv(g, "x")))
+
+
+def build_mean_of_rows(g: Graph) -> str:
+    rows = g.call("ReduceMean", conv(g, "x"), axes=[2, 3], keepdims=0)
+    return g.norm(rows)
+
+
+def build_forward_mean(g: Graph) -> str:
+    rows = g.call("ReduceMean", g.norm(g.call("Relu", "x")), axes=[-1, -2], keepdims=0)
+    return g.call("Gemm", rows, g.weight(C, 5))
+
+
+def build_forward_padded_average(g: Graph) -> str:
+    y = g.norm(g.call("Relu", "x"))
+    pooled = g.call("AveragePool", y, kernel_shape=[2, 2], pads=[1, 0, 1, 0])
+    return conv(g, pooled)
+
+
+def build_max_pool_of_positive(g: Graph) -> str:
+    y = g.call("MaxPool", conv(g, "x"), kernel_shape=[2, 2], pads=[1, 1, 0, 0])
+    return g.norm(y, positive=True)
+
+
+def build_concat(g: Graph) -> str:
+    y = g.call("Concat", conv(g, "x", 2), g.call("MaxPool", "x", **CROP), axis=1)
+    z = g.call("Concat", g.norm(conv(g, "x", 4), 4), conv(g, "x", 2), axis=1)
+    joined = g.call("Concat", conv(g, "x", 2), conv(g, "x", 3), z, axis=1)
+    return g.call("Concat", g.norm(joined, 11), y, axis=1)
+
+
+def build_concat_of_rows(g: Graph) -> str:
+    return g.norm(g.call("Concat", conv(g, "x"), conv(g, "x"), axis=2))
+
+
+def build_forward_concat(g: Graph) -> str:
+    y = g.call("Concat", "x", g.norm(g.call("Relu", "x")), "x", axis=-3)
+    return conv(g, g.call("GlobalAveragePool", y), 4, 3 * C, kernel=1)
+
+
+CROP = {"kernel_shape": [3, 3]}
+
 FOLDING = {
     name.removeprefix("build_"): value
     for name, value in list(globals().items())
@@ -242,6 +292,41 @@ def left_row_bias(g: Graph) -> list[str]:
     return [g.norm(g.call("Gemm", flat(g), g.weight(C, 5), g.weight(2, 5)), 5)]
 
 
+def left_max_pool(g: Graph) -> list[str]:
+    return [g.norm(g.call("MaxPool", conv(g, "x"), kernel_shape=[2, 2]))]
+
+
+def left_padded_average(g: Graph) -> list[str]:
+    window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1}
+    return [g.norm(g.call("AveragePool", conv(g, "x"), **window))]
+
+
+def left_concat_twice(g: Graph) -> list[str]:
+    y = conv(g, "x")
+    return [g.norm(g.call("Concat", y, y, axis=1), 2 * C)]
+
+
+def left_concat_read_twice(g: Graph) -> list[str]:
+    y = g.norm(g.call("Relu", "x"))
+    return [conv(g, g.call("Concat", y, y, axis=1), C, 2 * C)]
+
+
+def left_concat_of_input(g: Graph) -> list[str]:
+    return [g.norm(g.call("Concat", conv(g, "x", pads=[1, 1, 1, 1]), "x", axis=1), 2 * C)]
+
+
+def left_concat_of_other_rows(g: Graph) -> list[str]:
+    y = g.call("Concat", g.norm(g.call("Relu", "x")), "x", axis=2)
+    return [conv(g, y)]
+
+
+def left_training(g: Graph) -> list[str]:
+    y = g.norm(conv(g, "x"))
+    g.nodes[-1].attribute.append(helper.make_attribute("training_mode", 1))
+    g.nodes[-1].output.extend(["mean", "var"])
+    return [y, "mean", "var"]
+
+
 def left_graph_input(g: Graph) -> list[str]:
     return [g.norm("x")]
 
@@ -257,6 +342,13 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_computed, "its weights or statistics are computed"),
         (left_row_bias, "the bias of Gemm n2 differs from row to row"),
         (left_graph_input, "its input is an input of the graph"),
+        (left_max_pool, "MaxPool n1 takes a maximum and a scale is negative (-"),
+        (left_padded_average, "AveragePool n1 averages zeros of its padding"),
+        (left_concat_twice, "Concat n1 reads the output of Conv n0 twice"),
+        (left_concat_read_twice, "its reader Conv n3 is reached on two ways"),
+        (left_concat_of_input, "its input is an input of the graph"),
+        (left_concat_of_other_rows, "Concat n2 joins along another axis than that of its channels"),
+        (left_training, "it is in training mode"),
     ],
 )
 def test_what_cannot_go_is_left_with_its_reason(tmp_path: Path, build: Any, reason: str) -> None:
@@ -318,6 +410,53 @@ def test_command_writes_reports_and_refuses(tmp_path: Path) -> None:
         error = run(*args).exception
         assert isinstance(error, BnconvertError)
         assert message in str(error)
+
+
+def spoil(path: Path, kind: str) -> None:
+    """Damage a good file, or put something else in its place."""
+    content, model = path.read_bytes(), onnx.load(path)
+    if kind == "text":
+        path.write_text("no model\n" * 9)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "without its weights":
+        onnx.save(model, path, save_as_external_data=True, location="w", size_threshold=0)
+        (path.parent / "w").unlink()
+    elif kind == "negative variance":
+        values = numpy_helper.to_array(model.graph.initializer[-1]).copy()
+        values[2] = -1.0
+        model.graph.initializer[-1].raw_data = values.tobytes()
+        onnx.save(model, path)
+    elif kind == "unknown operator":
+        model.graph.node[0].op_type = "Convolve"
+        onnx.save(model, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("text", "in.onnx: is not an ONNX model"),
+        ("empty", "in.onnx: holds no graph"),
+        ("truncated", "in.onnx: is not an ONNX model"),
+        ("without its weights", "in.onnx: its weights are in w, which is not there"),
+        ("negative variance", "BatchNormalization n1: its scale: channel 2 has the value nan"),
+        ("unknown operator", "Convolve"),
+    ],
+)
+def test_hostile_files_get_one_line(
+    tmp_path: Path, kind: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [build_conv(g)])
+    spoil(source, kind)
+    with pytest.raises(BnconvertError) as caught:
+        fold_onnx(source, tmp_path / "out.onnx")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [source]
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_ocr_classifier_loses_its_35_norms(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def export_onnx(
     overwrite: bool = False,
     preprocess: bool = False,
     softmax: bool = False,
+    dry_run: bool = False,
 ) -> ExportReport:
     """Write a model as an ONNX file that is proven equal to it.
 
@@ -83,6 +84,7 @@ def export_onnx(
         preprocess: The file takes uint8 images, (batch, height, width, 3), and normalises them
             with the mean and deviation of the model's timm configuration.
         softmax: The file gives probabilities in place of scores.
+        dry_run: Do and prove everything, but leave no file.
 
     Returns:
         What was done and proven.
@@ -119,8 +121,8 @@ def export_onnx(
         entries |= layers if metadata is not False else {}
     graph = to_opset(translate(program, opset, list(cases[0].expected)), opset)
     graph.metadata_props.update(entries)
-    notes = list(prepared.notes)
-    with staged(path, overwrite) as file:
+    notes = [*prepared.notes, *(["dry run: nothing was written"] if dry_run else [])]
+    with staged(path, overwrite, keep=not dry_run) as file:
         if dtype is torch.float16:
             notes += _round_to_half(graph, file, cases)
         save_graph(graph, file, external_data)

@@ -126,6 +126,13 @@ def _read(path: Path) -> ir.Model:
         raise BnconvertError(f"{path}: is not an ONNX model: {first_line(error)}") from error
     if not len(model.graph) or not model.graph.outputs:
         raise BnconvertError(f"{path}: holds no graph; pass an ONNX model")
+    for value in model.graph.initializers.values():
+        stored = value.const_value
+        if isinstance(stored, ir.ExternalTensor) and not Path(stored.path).is_file():
+            raise BnconvertError(
+                f"{path}: its weights are in {stored.location}, which is not there; put it beside "
+                "the model"
+            )
     return model
 
 

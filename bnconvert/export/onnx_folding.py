@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 from onnx_ir.passes import common
 
-from bnconvert.export.onnx_paths import MOVERS, BlockedError, Shapes, Track, follow, label, shape_of
+from bnconvert.export.onnx_paths import (
+    MOVERS,
+    BlockedError,
+    Shapes,
+    Track,
+    before_concat,
+    check_passage,
+    follow,
+    label,
+    shape_of,
+    through_concat,
+)
 from bnconvert.export.onnx_sites import SITES, constant, plan_after, plan_before
-from bnconvert.fold.algebra import Affine, batchnorm_affine
+from bnconvert.fold.algebra import Affine, batchnorm_affine, cast
 from bnconvert.report import LayerReport, Outcome, Report
 
 if TYPE_CHECKING:
@@ -101,7 +112,10 @@ def _affine(model: ir.Model, node: ir.Node) -> Affine:
     if scale is None or bias is None or mean is None or var is None:
         raise BlockedError("its weights or statistics are computed")
     eps = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-    return batchnorm_affine(mean, var, eps, scale, bias)
+    affine = batchnorm_affine(mean, var, eps, scale, bias)
+    for part, values in (("scale", affine.scale), ("shift", affine.shift)):
+        cast(values, torch.float64, f"{label(node)}: its {part}")
+    return affine
 
 
 def _bypass(node: ir.Node) -> None:
@@ -122,25 +136,33 @@ _Plan = tuple[list["Callable[[], None]"], str]
 
 def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     channels = torch.arange(len(affine.scale)).numpy()
-    track, value, edits = Track(1, channels), node.inputs[0], []
-    reader = node
-    while True:
+    edits: list[Callable[[], None]] = []
+    into: list[str] = []
+    pending = [(node, node.inputs[0], affine, Track(1, channels))]
+    while pending:
+        reader, value, affine, track = pending.pop()
         producer = value.producer() if value is not None else None
         if value is None or producer is None:
             raise BlockedError("its input is an input of the graph")
         _check_only_reader(value, producer, reader)
         if producer.op_type in SITES and not producer.domain:
             edits.append(plan_after(producer, affine, track, shapes))
-            return edits, f"into {label(producer)}"
-        if producer.op_type in MOVERS:
-            track, value = follow(producer, track, shapes, backward=True), producer.inputs[0]
+            into.append(label(producer))
+        elif producer.op_type in MOVERS:
+            check_passage(producer, affine)
+            track = follow(producer, track, shapes, backward=True)
+            pending.append((producer, producer.inputs[0], affine, track))
+        elif producer.op_type == "Concat":
+            for index, source in reversed(list(enumerate(producer.inputs))):
+                part = before_concat(producer, index, track, shapes)
+                pending.append((producer, source, affine, part))
         elif (moved := _arithmetic(producer, track, len(affine.scale), shapes)) is not None:
             source, own = moved
-            affine, value = own.then(affine), source
+            pending.append((producer, source, own.then(affine), track))
             edits.append(functools.partial(_skip, producer, source))
         else:
             raise BlockedError(f"its input comes from {label(producer)}, which is not linear")
-        reader = producer
+    return edits, f"into {', '.join(into)}"
 
 
 def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> None:
@@ -149,6 +171,8 @@ def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> N
     others = [use.node for use in value.uses() if use.node is not reader]
     if others:
         raise BlockedError(f"the output of {label(producer)} is also read by {label(others[0])}")
+    if len(value.uses()) > 1:
+        raise BlockedError(f"{label(reader)} reads the output of {label(producer)} twice")
 
 
 def _arithmetic(
@@ -210,8 +234,14 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
         for use in value.uses():
             reader = use.node
             if reader.op_type in MOVERS and use.idx == 0:
+                check_passage(reader, affine)
                 pending.append((reader.outputs[0], follow(reader, track, shapes, backward=False)))
+            elif reader.op_type == "Concat":
+                joined = through_concat(reader, use.idx, track, shapes)
+                pending.append((reader.outputs[0], joined))
             elif reader.op_type in SITES and use.idx == 0 and not reader.domain:
+                if label(reader) in into:
+                    raise BlockedError(f"its reader {label(reader)} is reached on two ways")
                 edits.append(plan_before(reader, affine, track, shapes))
                 into.append(label(reader))
             else:

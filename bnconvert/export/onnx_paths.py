@@ -3,6 +3,9 @@
 A `Track` says along which axis of a value the channels lie, and which channel each index of that
 axis belongs to. Reshape and Flatten may merge the channel axis with its neighbours, after which
 one channel owns several indices; whatever leaves no single axis is an error that says so.
+
+Averages let every map `scale * x + shift` per channel pass, as their weights add up to one, unless
+zeros of the padding are averaged too; maxima let those pass whose scale is not negative.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ import numpy as np
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from bnconvert.fold.algebra import Affine
+
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each value by name, as it was in one run of the graph."""
 
-MOVERS = frozenset(
-    {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Dropout"}
-)
+_MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
+_POOLS = frozenset({"AveragePool", "GlobalAveragePool"}) | _MAXIMA
+_IN_PLACE = frozenset({"Identity", "Dropout"}) | _POOLS
+
+MOVERS = _IN_PLACE | {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "ReduceMean"}
 """Operators that a track can be followed through, from their first input to their output."""
 
 
@@ -55,14 +62,78 @@ def follow(node: ir.Node, track: Track, shapes: Shapes, *, backward: bool) -> Tr
     Raises:
         BlockedError: No single axis holds the channels any more.
     """
-    if node.op_type in {"Identity", "Dropout"}:
+    if node.op_type in _POOLS and track.axis != 1:
+        raise BlockedError(f"{label(node)} pools over its channels")
+    if node.op_type in _IN_PLACE:
         return track
     given, result = (shape_of(value, shapes) for value in (node.inputs[0], node.outputs[0]))
     if node.op_type == "Transpose":
         return _transposed(node, track, len(given), backward)
+    if node.op_type == "ReduceMean":
+        return _averaged(node, track, len(given), backward)
     return (
         _reshaped(node, track, result, given) if backward else _reshaped(node, track, given, result)
     )
+
+
+def check_passage(node: ir.Node, affine: Affine) -> None:
+    """Check that a map and a mover may change places.
+
+    Raises:
+        BlockedError: They may not; the text has the deciding value.
+    """
+    lowest = affine.scale.min().item()
+    if node.op_type in _MAXIMA and lowest < 0:
+        raise BlockedError(f"{label(node)} takes a maximum and a scale is negative ({lowest:.3g})")
+    if node.op_type in _MAXIMA and len(node.outputs) > 1:
+        raise BlockedError(f"{label(node)} also gives indices")
+    if node.op_type == "AveragePool" and _averages_zeros(node) and bool(affine.shift.any()):
+        raise BlockedError(f"{label(node)} averages zeros of its padding")
+
+
+def _averages_zeros(node: ir.Node) -> bool:
+    attributes = node.attributes
+    includes = "count_include_pad" in attributes and attributes["count_include_pad"].as_int()
+    ceil = "ceil_mode" in attributes and attributes["ceil_mode"].as_int()
+    return bool(includes and (ceil or is_padded(node)))
+
+
+def is_padded(node: ir.Node) -> bool:
+    """Whether a convolution or pool adds values around its input."""
+    padding = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    pads = node.attributes["pads"].as_ints() if "pads" in node.attributes else ()
+    return padding not in {"NOTSET", "VALID"} or any(pads)
+
+
+def through_concat(node: ir.Node, index: int, track: Track, shapes: Shapes) -> Track:
+    """Return the track on the output of a Concat of one on its input; others have channel -1.
+
+    Raises:
+        BlockedError: It joins along another axis than that of the channels.
+    """
+    before, _, after = _widths(node, index, track, shapes)
+    edges = [np.full(width, -1, dtype=np.int64) for width in (before, after)]
+    return Track(track.axis, np.concatenate([edges[0], track.channels, edges[1]]))
+
+
+def before_concat(node: ir.Node, index: int, track: Track, shapes: Shapes) -> Track:
+    """Return the track on one input of a Concat of the one on its output."""
+    if _axis(node, shapes) != track.axis:
+        return track
+    before, own, _ = _widths(node, index, track, shapes)
+    return Track(track.axis, track.channels[before : before + own])
+
+
+def _axis(node: ir.Node, shapes: Shapes) -> int:
+    return node.attributes["axis"].as_int() % len(shape_of(node.outputs[0], shapes))
+
+
+def _widths(node: ir.Node, index: int, track: Track, shapes: Shapes) -> tuple[int, int, int]:
+    """Return the sizes along the channels before, in and after one input of a Concat."""
+    if _axis(node, shapes) != track.axis:
+        raise BlockedError(f"{label(node)} joins along another axis than that of its channels")
+    sizes = [shape_of(value, shapes)[track.axis] for value in node.inputs]
+    return sum(sizes[:index]), sizes[index], sum(sizes[index + 1 :])
 
 
 def shape_of(value: ir.Value | None, shapes: Shapes) -> tuple[int, ...]:
@@ -82,6 +153,29 @@ def _transposed(node: ir.Node, track: Track, rank: int, backward: bool) -> Track
     perm = list(given) if given is not None else list(reversed(range(rank)))
     axis = perm[track.axis] if backward else perm.index(track.axis)
     return Track(axis, track.channels)
+
+
+def _averaged(node: ir.Node, track: Track, rank: int, backward: bool) -> Track:
+    axes = _reduced_axes(node)
+    if not axes:
+        raise BlockedError(f"{label(node)} averages over axes that are not known, or all")
+    reduced = {axis % rank for axis in axes}
+    kept = [axis for axis in range(rank) if axis not in reduced]
+    keeps = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
+    if not keeps and backward:
+        return Track(kept[track.axis], track.channels)
+    if track.axis in reduced:
+        raise BlockedError(f"{label(node)} averages over its channels")
+    return track if keeps else Track(kept.index(track.axis), track.channels)
+
+
+def _reduced_axes(node: ir.Node) -> list[int]:
+    if "axes" in node.attributes:
+        return list(node.attributes["axes"].as_ints())
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    if given is None or given.const_value is None:
+        return []
+    return [int(axis) for axis in given.const_value.numpy().flatten()]
 
 
 def _reshaped(

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnconvert.export.onnx_paths import BlockedError, Shapes, Track, label, shape_of
+from bnconvert.export.onnx_paths import BlockedError, Shapes, Track, is_padded, label, shape_of
 from bnconvert.fold.algebra import Affine, Layout, absorb_after, absorb_before, cast
 
 if TYPE_CHECKING:
@@ -133,15 +133,9 @@ def plan_before(node: ir.Node, affine: Affine, track: Track, shapes: Shapes) -> 
         raise BlockedError(f"its reader {label(node)} transposes its input")
     _check_axis(node, track, weights.inputs, weights.axis, shape_of(node.inputs[0], shapes))
     taken = affine.take(torch.from_numpy(track.channels))
-    if node.op_type == "Conv" and _is_padded(node) and bool((taken.shift != 0).any()):
+    if node.op_type == "Conv" and is_padded(node) and bool((taken.shift != 0).any()):
         raise BlockedError(f"its reader {label(node)} pads with zeros")
     return _store(node, *absorb_before(weights.weight, weights.bias, taken, weights.layout))
-
-
-def _is_padded(node: ir.Node) -> bool:
-    padding = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
-    pads = node.attributes["pads"].as_ints() if "pads" in node.attributes else ()
-    return padding not in {"NOTSET", "VALID"} or any(pads)
 
 
 def _check_axis(
