@@ -16,7 +16,7 @@ from bnconvert.layers.kinds import why_unknown
 from bnconvert.layers.subgroups import check_group_size, consecutive_group
 from bnconvert.layers.swap import swap_class
 from bnconvert.layers.sync import GROUP_KEY, SyncMixin
-from bnconvert.plan import Edit, Plan
+from bnconvert.plan import Edit, Plan, without_collection
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.revert import plan_revert_sync_batchnorm, revert_sync_batchnorm
 from bnconvert.selection import Patterns, Selection
@@ -91,6 +91,7 @@ def convert_sync_batchnorm(
     ).apply()
 
 
+@without_collection()
 def plan_convert_sync_batchnorm(
     model: ModelT,
     process_group: ProcessGroup | None = None,

@@ -6,7 +6,9 @@ the ones before it are undone, last first, so that a model is changed wholly or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import nn
@@ -59,3 +61,19 @@ class Plan(Generic[ModelT]):
 
     def __str__(self) -> str:
         return str(self.report)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Hold Python's cyclic garbage collector, which would walk a large model again and again.
+
+    A plan makes some objects per layer and drops none of them, so there is nothing to collect; yet
+    their number makes the collector visit every object of the process several times over.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -10,7 +10,7 @@ from bnconvert.errors import BnconvertError, UnknownLayerError
 from bnconvert.layers import Kind, classes, foreign
 from bnconvert.layers.swap import swap_class
 from bnconvert.layers.sync import GROUP_KEY
-from bnconvert.plan import Edit, Plan
+from bnconvert.plan import Edit, Plan, without_collection
 from bnconvert.probe import input_dims
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.selection import Patterns, Selection
@@ -60,6 +60,7 @@ def revert_sync_batchnorm(
     ).apply()
 
 
+@without_collection()
 def plan_revert_sync_batchnorm(
     model: ModelT,
     *,

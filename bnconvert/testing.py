@@ -11,6 +11,7 @@ import io
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -155,6 +156,7 @@ def _rank_main(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         dist.init_process_group(
             "gloo",
@@ -169,3 +171,11 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException:
         sender.send((False, traceback.format_exc()))
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, also when that one was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
