@@ -25,6 +25,22 @@ Edit = Callable[[], Undo]
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Hold Python's cyclic garbage collector, which would walk a large model again and again.
+
+    A plan makes some objects per layer and drops none of them, so there is nothing to collect; yet
+    their number makes the collector visit every object of the process several times over.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Plan(Generic[ModelT]):
     """The report of a pass together with the edits that carry it out.
 
@@ -37,6 +53,7 @@ class Plan(Generic[ModelT]):
         self._model = model
         self._edits: tuple[Edit, ...] | None = tuple(edits)
 
+    @without_collection()
     def apply(self) -> ModelT:
         """Change the model in place and return it.
 
@@ -61,19 +78,3 @@ class Plan(Generic[ModelT]):
 
     def __str__(self) -> str:
         return str(self.report)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Hold Python's cyclic garbage collector, which would walk a large model again and again.
-
-    A plan makes some objects per layer and drops none of them, so there is nothing to collect; yet
-    their number makes the collector visit every object of the process several times over.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
