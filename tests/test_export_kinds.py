@@ -137,6 +137,17 @@ def test_models_in_every_state_export_as_what_they_compute(tmp_path: Path, kind:
     torch.testing.assert_close(torch.from_numpy(result), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The tensor attribute self.0.weight was assigned:UserWarning")
+def test_weight_that_a_hook_computed_does_not_stop_the_copy(tmp_path: Path) -> None:
+    net = make_net()
+    net[0] = nn.utils.weight_norm(net[0])
+    net(IMAGES)  # leaves a weight that deepcopy refuses
+    assert not net[0].weight.is_leaf
+    export_onnx(net, tmp_path / "m.onnx", IMAGES)
+    assert compare(tmp_path / "m.onnx", net, IMAGES).largest_difference < 1e-5
+
+
 def test_without_folding_the_nodes_stay(tmp_path: Path) -> None:
     report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, fold=False)
     assert report.fold is None

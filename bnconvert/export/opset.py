@@ -33,9 +33,9 @@ def check_opset(opset: int | None) -> int:
     if opset is None:
         return DEFAULT_OPSET
     newest = onnx.defs.onnx_opset_version()
-    if not 1 <= opset <= newest:
+    if not isinstance(opset, int) or not 1 <= opset <= newest:
         raise BnconvertError(
-            f"opset: {opset} is not known to onnx {onnx.__version__}; choose one up to {newest}"
+            f"opset: {opset!r} is not known to onnx {onnx.__version__}; choose one up to {newest}"
         )
     return opset
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from bnconvert.errors import BnconvertError
 from bnconvert.forwarding import unwrap
+from bnconvert.runners import first_line
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,29 @@ def prepare(model: nn.Module) -> Prepared:
     inner = unwrap(model)
     _refuse_unfit(inner)
     try:
-        own = copy.deepcopy(inner)
+        own = copy.deepcopy(inner, _computed(inner))
     except Exception as error:
         raise BnconvertError(
-            f"model: {type(inner).__name__} cannot be copied ({error}); remove what deepcopy "
-            "refuses, such as weight_norm hooks, first"
+            f"model: {type(inner).__name__} cannot be copied ({first_line(error)}); remove what "
+            "deepcopy refuses first"
         ) from error
     notes = _mode_note(own)
     own.eval()
     notes += _dtype_note(own)
     return Prepared(own.cpu().float().requires_grad_(False), tuple(notes))
+
+
+def _computed(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return copies of computed tensors, which deepcopy refuses, by the identity of each.
+
+    The hooks of `torch.nn.utils.weight_norm` leave the weight that they computed in the module.
+    """
+    held = (value for module in model.modules() for value in vars(module).values())
+    return {
+        id(value): value.detach().clone()
+        for value in held
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
 
 
 def _refuse_unfit(model: nn.Module) -> None:
