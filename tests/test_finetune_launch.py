@@ -139,6 +139,16 @@ def test_ctrl_c_saves_and_resuming_gives_the_same_model(
     assert_same_result(again, finished(again), undisturbed)
 
 
+def test_ranks_save_and_end_when_their_launcher_is_killed(images: Path, tmp_path: Path) -> None:
+    run = Run(images, tmp_path / "run", "--epochs", "1000")
+    run.rank(0)
+    run.wait_for_checkpoint()
+    run.process.kill()
+    run.end(60.0)  # reads until no process holds the pipes any more
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert state["progress"]["epoch"] < 999
+
+
 def test_one_rank_that_fails_ends_the_run_with_its_error(tmp_path: Path) -> None:
     run = Run(tmp_path / "nowhere", tmp_path / "run")
     code, out, err = run.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,8 @@ class Processes:
 def joined() -> Iterator[Processes]:
     """Join the process group that torchrun's environment describes, if there is one.
 
-    Within the block, SIGINT and SIGTERM ask for a stop after the current update.
+    Within the block, SIGINT, SIGTERM and the end of torchrun ask for a stop after the current
+    update.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _device(int(os.environ.get("LOCAL_RANK", "0")), local_size)
@@ -127,8 +129,21 @@ def _signals_ask_to_stop(processes: Processes) -> Iterator[None]:
         processes.stop = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    done = threading.Event()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch_launcher, args=(processes, done), daemon=True).start()
     try:
         yield
     finally:
+        done.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _watch_launcher(processes: Processes, done: threading.Event) -> None:
+    """Ask for a stop when torchrun was killed, which leaves its processes running."""
+    launcher = os.getppid()
+    while not done.wait(1.0):
+        if os.getppid() != launcher:
+            processes.stop = True
+            return
