@@ -53,7 +53,7 @@ def weights_in(folder: Path) -> tuple[Path, str]:
         if found is not None:
             return found, f"{found.relative_to(folder)} was taken from the folder"
     if not files:
-        raise CheckpointError(f"{folder}: is an empty folder")
+        raise CheckpointError(f"{folder}: is empty and holds no weights; name another folder")
     raise CheckpointError(
         f"{folder}: holds no weights that are known by their name; its files are {listed(files)}; "
         "name one of them"
