@@ -36,6 +36,13 @@ class Steps(nn.Module):
         return self.steps(x, **{name: getattr(self, name) for name in self.names})
 
 
+def conv_bn() -> Any:
+    """Return a convolution, a BatchNorm and a ReLU in eval mode."""
+    model = nn.Sequential(nn.Conv2d(6, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    randomize_batchnorm(model)
+    return model
+
+
 def image() -> Tensor:
     """Return two images of six channels."""
     return torch.randn(2, 6, 8, 8, generator=torch.Generator().manual_seed(1))
