@@ -16,4 +16,10 @@ class VerificationError(BnconvertError):
 
 
 class CheckpointError(BnconvertError):
-    """A file or folder of weights is damaged, refused, of an unknown kind, or does not fit."""
+    """A file or folder of weights is damaged, refused, of an unknown kind, or does not fit.
+
+    Names in a damaged or hostile file may hold line breaks and terminal codes; they are escaped.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))

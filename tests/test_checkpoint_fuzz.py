@@ -31,3 +31,18 @@ def test_damaged_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
         check(path, damaged(content, seed))
 
     campaign()
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("DCP metadata", 9264),
+        ("ONNX", 11557),
+        ("Flax", 422946),
+        ("torch.export", 1350),
+        ("npz compressed", 760415505),
+    ],
+)
+def test_damage_that_a_long_campaign_found(name: str, seed: int, tmp_path: Path) -> None:
+    path = SPECIMENS[name](tmp_path / "specimen.bin")
+    check(path, damaged(path.read_bytes(), seed))

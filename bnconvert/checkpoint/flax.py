@@ -73,7 +73,7 @@ def _state(tree: dict[Any, Any], wanted: str) -> tuple[dict[Any, Any], str]:
     state = {key: tree[key] for key in COLLECTIONS if isinstance(tree.get(key), dict)}
     if use:
         state["params"] = tree[use]
-    if isinstance(state["params"].get("params"), dict):
+    if isinstance(state.get("params", {}).get("params"), dict):
         state = {**state["params"], **{k: v for k, v in state.items() if k != "params"}}
     return state, use
 

@@ -61,7 +61,11 @@ def read(found: Probe, options: Options) -> Weights:
 
 
 def _old_state(archive: Archive, options: Options) -> Weights:
-    name = next(name for name in archive.names() if name.endswith(OLD_STATE))
+    name = next((name for name in archive.names() if name.endswith(OLD_STATE)), None)
+    if name is None:
+        raise CheckpointError(
+            f"{archive.where}: {OLD_STATE} is missing; it is damaged, save it again"
+        )
     segment = archive.segment(name)
     if not isinstance(segment, Extent):
         raise CheckpointError(f"{archive.where}: its weights are compressed; export it again")
@@ -70,7 +74,9 @@ def _old_state(archive: Archive, options: Options) -> Weights:
 
 
 def _new_state(archive: Archive, weights: Weights) -> None:
-    config_name = next(name for name in archive.names() if name.endswith(CONFIG))
+    config_name = next((name for name in archive.names() if name.endswith(CONFIG)), None)
+    if config_name is None:
+        raise CheckpointError(f"{archive.where}: {CONFIG} is missing; it is damaged, save it again")
     folder = config_name.removesuffix("model_weights_config.json")
     config = _json(archive, config_name).get("config")
     if not isinstance(config, dict):
