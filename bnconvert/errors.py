@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class BnconvertError(Exception):
-    """Base of every refusal; the text is one line: where, what is so, and what to do."""
+    """Base of every refusal; the text is one line: where, what is so, and what to do.
+
+    Names that come out of a damaged or hostile file may hold line breaks and terminal codes; they
+    are escaped.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 class UnknownLayerError(BnconvertError):
@@ -16,10 +23,4 @@ class VerificationError(BnconvertError):
 
 
 class CheckpointError(BnconvertError):
-    """A file or folder of weights is damaged, refused, of an unknown kind, or does not fit.
-
-    Names in a damaged or hostile file may hold line breaks and terminal codes; they are escaped.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+    """A file or folder of weights is damaged, refused, of an unknown kind, or does not fit."""

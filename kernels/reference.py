@@ -37,8 +37,8 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
     """Return this rank's sums.
 
-    Where a mean is more than a standard deviation from zero, Σx² has lost digits of the variance;
-    then the means are subtracted and the sums taken again.
+    Where a mean is more than a standard deviation from zero, Σx² has lost digits of the variance,
+    or overflows; then the means are subtracted and the sums taken again.
 
     Args:
         input: Values of shape (N, C, *); may be empty.
@@ -53,7 +53,8 @@ def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
     values = input.to(statistics_dtype(input.dtype))
     sums = _two_sums(values)
     total, squares = sums
-    if float(torch.addcmul(squares, total, total, value=-2.0 / count).min()) < 0.0:
+    spread = torch.addcmul(squares, total, total, value=-2.0 / count)
+    if not 0.0 <= float(spread.min()) <= float(spread.max()) < math.inf:
         shift = (total / count).to(values.dtype)
         centred, squares_centred = _two_sums(values - per_channel(shift, values))
         shift = shift.double()

@@ -1,15 +1,28 @@
-"""What the tests of checkpoints share: a model, a state dict of many dtypes, equal bits."""
+"""What the tests of checkpoints share: a model, a state dict of many dtypes, equal bits,
+and small files."""
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+from typing import TYPE_CHECKING, Any
 
+import h5py
+import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 
 from bnconvert.testing import randomize_batchnorm
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 KINDS = {"safetensors": "w.safetensors", "torch": "w.pth", "sharded": "w"}
+STATE = {
+    "bn.weight": torch.ones(3),
+    "bn.running_mean": torch.zeros(3),
+    "bn.running_var": torch.ones(3),
+}
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -45,3 +58,41 @@ def assert_bits(loaded: Any, expected: dict[str, torch.Tensor]) -> None:
         assert loaded[name].shape == value.shape, name
         left = loaded[name].contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(left, value.contiguous().reshape(-1).view(torch.uint8)), name
+
+
+def assert_same(loaded: Any, expected: dict[str, Any]) -> None:
+    assert set(loaded) == set(expected)
+    for name, value in expected.items():
+        tensor = torch.as_tensor(value)
+        assert loaded[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded[name], tensor), name
+
+
+def pack(value: Any) -> bytes:
+    """Write MessagePack as Flax does."""
+    if isinstance(value, dict):
+        return bytes([0x80 | len(value)]) + b"".join(pack(k) + pack(v) for k, v in value.items())
+    if isinstance(value, str):
+        return bytes([0xA0 | len(value)]) + value.encode()
+    if isinstance(value, int):
+        return b"\xd2" + struct.pack(">i", value)
+    if isinstance(value, (list, tuple)):
+        return bytes([0x90 | len(value)]) + b"".join(map(pack, value))
+    if isinstance(value, bytes):
+        return b"\xc6" + struct.pack(">I", len(value)) + value
+    array = np.asarray(value)
+    inner = pack([list(array.shape), array.dtype.name, array.tobytes()])
+    return b"\xc9" + struct.pack(">I", len(inner)) + b"\x01" + inner
+
+
+def make_specimens(folder: Path) -> dict[str, Path]:
+    torch.save(STATE, folder / "zip.pt")
+    torch.save(STATE, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(STATE, folder / "s.safetensors")
+    np.savez(folder / "n.npz", **{name: value.numpy() for name, value in STATE.items()})  # type: ignore[arg-type]
+    with h5py.File(folder / "h.h5", "w") as file:
+        for name, value in STATE.items():
+            file[name.replace(".", "/")] = value.numpy()
+    paths = {path.stem: path for path in folder.iterdir()}
+    assert len(paths) == 5
+    return paths

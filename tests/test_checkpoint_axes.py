@@ -13,7 +13,7 @@ from torch import nn
 from bnconvert.checkpoint import convert_checkpoint, load_checkpoint
 from bnconvert.errors import CheckpointError
 from bnconvert.testing import randomize_batchnorm
-from tests.test_checkpoint_foreign import pack
+from tests.checkpoint_support import pack
 
 if TYPE_CHECKING:
     from pathlib import Path

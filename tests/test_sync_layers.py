@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bnconvert import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from bnconvert.testing import TOLERANCES, randomize_batchnorm, run_ranks
+from tests.sync_support import flat, layout
 
 LAYERS = {2: SyncBatchNorm1d, 3: SyncBatchNorm1d, 4: SyncBatchNorm2d, 5: SyncBatchNorm3d}
 
@@ -42,20 +43,6 @@ def images(*batches: int, c: int = 3, size: tuple[int, ...] = (5, 4)) -> tuple[A
     return tuple((n, c, *size) for n in batches)
 
 
-def layout(tensor: Tensor, name: str) -> Tensor:
-    """Return equal values in another memory layout."""
-    if name == "channels_last" and tensor.dim() in (4, 5):
-        kind = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-        return tensor.contiguous(memory_format=kind)
-    if name == "strided":
-        wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
-    if name == "transposed":
-        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    return tensor
-
-
 def rank_tensors(case: Case, rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Return the input and output gradient of a rank, reproducible on every other rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -76,12 +63,6 @@ def make_layer(cls: type[nn.Module], case: Case) -> nn.Module:
     layer = cls(case.channels, **case.options).to(case.param_dtype or torch.float64)
     randomize_batchnorm(layer, seed=case.channels)
     return layer
-
-
-def flat(values: Tensor) -> Tensor:
-    """Return (N, C, *) values as (1, C, N * ...) in float64."""
-    channels = values.shape[1]
-    return values.double().movedim(1, 0).reshape(1, channels, -1)
 
 
 def measure(rank: int, case: Case) -> dict[str, float]:
@@ -210,82 +191,6 @@ def test_half_inputs_give_statistics_of_full_precision() -> None:
         for found in errors:
             assert found["running_mean"] < 1e-6
             assert found["running_var"] < 1e-6
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("memory", ["contiguous", "channels_last"])
-@pytest.mark.parametrize(
-    ("mean", "std", "limit"), [(1000.0, 0.01, 1e-3), (0.0, 1e-6, 1e-6), (3.0, 1.0, 1e-6)]
-)
-def test_running_variance_far_from_zero_mean(
-    memory: str, mean: float, std: float, limit: float
-) -> None:
-    for error in run_ranks(running_variance_error, 2, memory, mean, std):
-        assert error < limit
-
-
-def running_variance_error(rank: int, memory: str, mean: float, std: float) -> float:
-    torch.manual_seed(rank)
-    x = torch.randn(16, 4, 12, 12) * std + mean + 0.3 * std * rank
-    layer = SyncBatchNorm2d(4, momentum=1.0)
-    layer(layout(x, memory))
-    both = [torch.empty_like(x), torch.empty_like(x)]
-    dist.all_gather(both, x)
-    truth = flat(torch.cat(both)).var(dim=2)[0]
-    assert layer.running_var is not None
-    return float(((layer.running_var.double() - truth) / truth).abs().max())
-
-
-def empty_everywhere(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    layer = SyncBatchNorm2d(3)
-    randomize_batchnorm(layer)
-    before = copy.deepcopy(layer.state_dict())
-    x = torch.empty(0, 3, 4, 4, dtype=dtype, requires_grad=True)
-    y = layer(x)
-    y.sum().backward()
-    assert y.shape == x.shape
-    assert x.grad is not None
-    for name, value in before.items():
-        assert torch.equal(layer.state_dict()[name], value), name
-    return {"weight": layer.weight.grad, "bias": layer.bias.grad}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_no_value_on_any_rank_leaves_statistics_untouched(dtype: torch.dtype) -> None:
-    for grads in run_ranks(empty_everywhere, 2, dtype):
-        assert not grads["weight"].any()
-        assert not grads["bias"].any()
-
-
-def one_value_in_the_world(rank: int) -> None:
-    layer: Any = SyncBatchNorm1d(3, momentum=0.25)
-    randomize_batchnorm(layer)
-    before = copy.deepcopy(layer)
-    x = torch.arange(3.0).view(1, 3) if rank == 0 else torch.empty(0, 3)
-    layer(x)
-    assert torch.equal(layer.running_var, before.running_var)
-    assert int(layer.num_batches_tracked) == 1
-    expected = 0.75 * before.running_mean + 0.25 * torch.arange(3.0)
-    torch.testing.assert_close(layer.running_mean, expected)
-
-
-@pytest.mark.distributed
-def test_one_value_in_the_world_leaves_running_var_untouched() -> None:
-    run_ranks(one_value_in_the_world, 2)
-
-
-def too_few_values_alone(rank: int) -> str:
-    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
-        SyncBatchNorm1d(3)(torch.ones(1, 3))
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_one_rank_alone_needs_more_than_one_value_as_batchnorm_does() -> None:
-    run_ranks(too_few_values_alone, 1)
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        SyncBatchNorm2d(3)(torch.ones(1, 3, 1, 1))
 
 
 def track_single_process(rank: int, compiled: bool) -> tuple[float, float]:

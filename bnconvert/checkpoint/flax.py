@@ -67,13 +67,13 @@ def _state(tree: dict[Any, Any], wanted: str) -> tuple[dict[Any, Any], str]:
     ema = next((key for key in EMA if isinstance(tree.get(key), dict)), "")
     if wanted == "ema" and not ema:
         raise CheckpointError("holds no EMA weights; ask for raw or auto")
-    if "params" not in tree:
+    if not isinstance(tree.get("params"), dict):
         return {"": tree}, ""
     use = ema if ema and wanted != "raw" else ""
     state = {key: tree[key] for key in COLLECTIONS if isinstance(tree.get(key), dict)}
     if use:
         state["params"] = tree[use]
-    if isinstance(state.get("params", {}).get("params"), dict):
+    if isinstance(state["params"].get("params"), dict):
         state = {**state["params"], **{k: v for k, v in state.items() if k != "params"}}
     return state, use
 

@@ -206,7 +206,8 @@ def _is_state_dict(tree: Tree) -> bool:
 def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     raw = _first(tree, layout.raw)
     ema = _first(tree, layout.ema)
-    if weights == "ema" and ema is None and not unnamed_average(tree, EMA_KEYS):
+    unnamed = unnamed_average(tree, EMA_KEYS) if ema is None and weights != "raw" else None
+    if weights == "ema" and ema is None and unnamed is None:
         raise CheckpointError(
             f"holds no EMA weights ({layout.name}, keys {listed(map(str, tree))}); ask for raw"
         )
@@ -215,7 +216,6 @@ def _pick(tree: Tree, layout: Layout, weights: str) -> Weights:
     key = ema if ema is not None and weights != "raw" else raw
     if key is None:
         raise CheckpointError(f"looks like {layout.name} but holds no weights")
-    unnamed = unnamed_average(tree, EMA_KEYS) if ema is None and raw and weights != "raw" else None
     if raw is not None and unnamed is not None:
         result = _with_unnamed(_value_weights(tree[raw]), raw, *unnamed, weights)
     else:

@@ -35,7 +35,7 @@ DTYPES = {
 
 def is_pt2(found: Probe) -> bool:
     """Return whether a path is an archive of `torch.export.save`, new or old."""
-    return found.zip_has("model_weights_config.json") or found.zip_has(OLD_STATE)
+    return found.zip_has(CONFIG) or found.zip_has(OLD_STATE)
 
 
 def read(found: Probe, options: Options) -> Weights:
@@ -61,11 +61,7 @@ def read(found: Probe, options: Options) -> Weights:
 
 
 def _old_state(archive: Archive, options: Options) -> Weights:
-    name = next((name for name in archive.names() if name.endswith(OLD_STATE)), None)
-    if name is None:
-        raise CheckpointError(
-            f"{archive.where}: {OLD_STATE} is missing; it is damaged, save it again"
-        )
+    name = next(name for name in archive.names() if name.endswith(OLD_STATE))
     segment = archive.segment(name)
     if not isinstance(segment, Extent):
         raise CheckpointError(f"{archive.where}: its weights are compressed; export it again")
@@ -74,9 +70,7 @@ def _old_state(archive: Archive, options: Options) -> Weights:
 
 
 def _new_state(archive: Archive, weights: Weights) -> None:
-    config_name = next((name for name in archive.names() if name.endswith(CONFIG)), None)
-    if config_name is None:
-        raise CheckpointError(f"{archive.where}: {CONFIG} is missing; it is damaged, save it again")
+    config_name = next(name for name in archive.names() if name.endswith(CONFIG))
     folder = config_name.removesuffix("model_weights_config.json")
     config = _json(archive, config_name).get("config")
     if not isinstance(config, dict):

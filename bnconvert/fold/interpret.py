@@ -69,13 +69,13 @@ def run_in_float64(
             values.append(value.double() if wide else value)
     module = fx.GraphModule(graph.program.graph_module, graph.graph)
     with in_float64():
-        return _Interpreter(module, {} if computed is None else computed).run(*values)
+        return _Interpreter(module, computed).run(*values)
 
 
 class _Interpreter(fx.Interpreter):
-    """Skips the checks of dtypes that a captured graph holds, and notes what is computed."""
+    """Skips the checks of dtypes that a captured graph holds, and keeps what is asked for."""
 
-    def __init__(self, module: fx.GraphModule, computed: dict[str, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, computed: dict[str, Any] | None) -> None:
         super().__init__(module)
         self._computed = computed
 
@@ -84,6 +84,6 @@ class _Interpreter(fx.Interpreter):
         if operation(n) == "_assert_tensor_metadata":
             return None
         value = super().run_node(n)
-        if n.op == "call_function":
+        if self._computed is not None and n.op == "call_function":
             self._computed[n.name] = value
         return value

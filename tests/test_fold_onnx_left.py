@@ -1,0 +1,144 @@
+"""What `fold_onnx` leaves, with which reason, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from onnx import helper
+
+from bnconvert.errors import VerificationError
+from bnconvert.export import fold_onnx, onnx_folding
+from bnconvert.fold.algebra import batchnorm_affine
+from bnconvert.report import Outcome
+from tests.onnx_graph import NORM, C, Graph, conv, count
+from tests.test_fold_onnx import build_conv, flat
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def left_two_readers(g: Graph) -> list[str]:
+    y = conv(g, "x")
+    return [g.norm(y), g.call("Relu", y)]
+
+
+def left_output(g: Graph) -> list[str]:
+    y = conv(g, "x")
+    return [y, g.norm(y)]
+
+
+def left_relu_before_and_after(g: Graph) -> list[str]:
+    return [g.call("Relu", g.norm(g.call("Relu", conv(g, "x"))))]
+
+
+def left_padded_reader(g: Graph) -> list[str]:
+    return [conv(g, g.norm(g.call("Relu", "x")), pads=[1, 1, 1, 1])]
+
+
+def left_padded_reader_same(g: Graph) -> list[str]:
+    return [conv(g, g.norm(g.call("Relu", "x")), auto_pad="SAME_UPPER")]
+
+
+def left_computed(g: Graph) -> list[str]:
+    scale = g.call("Sigmoid", g.weight(C))
+    return [
+        g.call(NORM, conv(g, "x"), scale, g.weight(C), g.weight(C), g.weight(C, low=0.1, high=1.0))
+    ]
+
+
+def left_row_bias(g: Graph) -> list[str]:
+    return [g.norm(g.call("Gemm", flat(g), g.weight(C, 5), g.weight(2, 5)), 5)]
+
+
+def left_max_pool(g: Graph) -> list[str]:
+    return [g.norm(g.call("MaxPool", conv(g, "x"), kernel_shape=[2, 2]))]
+
+
+def left_padded_average(g: Graph) -> list[str]:
+    window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1}
+    return [g.norm(g.call("AveragePool", conv(g, "x"), **window))]
+
+
+def left_concat_twice(g: Graph) -> list[str]:
+    y = conv(g, "x")
+    return [g.norm(g.call("Concat", y, y, axis=1), 2 * C)]
+
+
+def left_concat_read_twice(g: Graph) -> list[str]:
+    y = g.norm(g.call("Relu", "x"))
+    return [conv(g, g.call("Concat", y, y, axis=1), C, 2 * C)]
+
+
+def left_concat_of_input(g: Graph) -> list[str]:
+    return [g.norm(g.call("Concat", conv(g, "x", pads=[1, 1, 1, 1]), "x", axis=1), 2 * C)]
+
+
+def left_concat_of_other_rows(g: Graph) -> list[str]:
+    y = g.call("Concat", g.norm(g.call("Relu", "x")), "x", axis=2)
+    return [conv(g, y)]
+
+
+def left_training(g: Graph) -> list[str]:
+    y = g.norm(conv(g, "x"))
+    g.nodes[-1].attribute.append(helper.make_attribute("training_mode", 1))
+    g.nodes[-1].output.extend(["mean", "var"])
+    return [y, "mean", "var"]
+
+
+def left_graph_input(g: Graph) -> list[str]:
+    return [g.norm("x")]
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (left_two_readers, "the output of Conv n0 is also read by Relu n2"),
+        (left_output, "the output of Conv n0 is also an output of the graph"),
+        (left_relu_before_and_after, "its reader Relu n3 is not linear"),
+        (left_padded_reader, "its reader Conv n2 pads with zeros"),
+        (left_padded_reader_same, "its reader Conv n2 pads with zeros"),
+        (left_computed, "its weights or statistics are computed"),
+        (left_row_bias, "the bias of Gemm n2 differs from row to row"),
+        (left_graph_input, "its input is an input of the graph"),
+        (left_max_pool, "MaxPool n1 takes a maximum and a scale is negative (-"),
+        (left_padded_average, "AveragePool n1 averages zeros of its padding"),
+        (left_concat_twice, "Concat n1 reads the output of Conv n0 twice"),
+        (left_concat_read_twice, "its reader Conv n3 is reached on two ways"),
+        (left_concat_of_input, "its input is an input of the graph"),
+        (left_concat_of_other_rows, "Concat n2 joins along another axis than that of its channels"),
+        (left_training, "it is in training mode"),
+    ],
+)
+def test_what_cannot_go_is_left_with_its_reason(tmp_path: Path, build: Any, reason: str) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", build(g), shape=(2, C, 8, 8))
+    report = fold_onnx(source, tmp_path / "out.onnx")
+    assert [layer.outcome for layer in report.layers] == [Outcome.LEFT]
+    assert reason in report.layers[0].reason
+    assert count(tmp_path / "out.onnx") == 1
+
+
+def test_shared_weights_stay_for_the_other_reader(tmp_path: Path) -> None:
+    g = Graph()
+    weight, bias = g.weight(C, C, 3, 3), g.weight(C)
+    first = g.norm(g.call("Conv", "x", weight, bias))
+    second = g.call("Conv", "x", weight, bias)
+    third = g.norm(g.call("Conv", "x", weight, bias))
+    source = g.save(tmp_path / "in.onnx", [first, second, third])
+    assert not fold_onnx(source, tmp_path / "out.onnx").left
+
+
+def test_a_wrong_fold_is_caught_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [build_conv(g)])
+    monkeypatch.setattr(
+        onnx_folding,
+        "batchnorm_affine",
+        lambda m, v, eps, *rest: batchnorm_affine(m, v, eps * 1.01, *rest),
+    )
+    with pytest.raises(VerificationError, match="in float64 the folded graph differs"):
+        fold_onnx(source, tmp_path / "out.onnx")
+    assert list(tmp_path.iterdir()) == [source]
