@@ -179,11 +179,15 @@ def output_names(output: Any) -> list[str]:
     have their key, and nested ones join both with an underscore.
     """
     leaves, _ = pytree.tree_flatten_with_path(output)
-    names = []
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            names.append(_path_name(path))
-    return _unique(names)
+    return _unique([_path_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)])
+
+
+def other_outputs(output: Any) -> list[tuple[str, Any]]:
+    """Return what is not a tensor in a model's output, with names made in the same way."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    others = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    names = _unique([_path_name(path) for path, _ in others])
+    return list(zip(names, (leaf for _, leaf in others), strict=True))
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:

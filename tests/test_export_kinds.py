@@ -49,6 +49,31 @@ def norms(path: Path) -> int:
     return sum(node.op_type == "BatchNormalization" for node in onnx.load(path).graph.node)
 
 
+class WithNumbers(nn.Module):
+    """Returns a tensor, and more that ONNX cannot give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.net(x)
+        return {"scores": y, "rows": x.shape[0], "aux": (None, 0.5), "twice": y * 2}
+
+
+def test_outputs_that_are_no_tensors_are_left_out_and_said(tmp_path: Path) -> None:
+    report = export_onnx(WithNumbers().eval(), tmp_path / "n.onnx", IMAGES)
+    assert [out.name for out in onnx.load(tmp_path / "n.onnx").graph.output] == ["scores", "twice"]
+    kinds = [note.split()[0] + note.split("type ")[1] for note in report.notes]
+    assert kinds == [f"{n}, not a tensor" for n in ("rowsint", "aux_0NoneType", "aux_1float")]
+
+
+def test_an_unknown_choice_of_external_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BnconvertError, match="external_data: 'yes' is not offered"):
+        export_onnx(make_net(), tmp_path / "n.onnx", IMAGES, external_data="yes")  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
 class Heads(nn.Module):
     """One convolution for two levels, with a BatchNorm for each, as detectors have."""
 

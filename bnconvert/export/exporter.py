@@ -19,7 +19,7 @@ from bnconvert.export.metadata import describe
 from bnconvert.export.opset import check_opset, to_opset
 from bnconvert.export.prepare import prepare
 from bnconvert.export.report import ExportReport
-from bnconvert.export.serving import add_preprocess, add_softmax
+from bnconvert.export.serving import TensorsOnly, add_preprocess, add_softmax
 from bnconvert.export.translate import translate
 from bnconvert.export.verify import Case, largest_values, make_cases, tolerance_of, verify
 
@@ -99,15 +99,22 @@ def export_onnx(
     opset = check_opset(opset)
     if dtype not in (None, torch.float32, torch.float16):
         raise BnconvertError(f"dtype: {dtype} is not offered; pass None or torch.float16")
+    if external_data not in (True, False, "auto"):
+        raise BnconvertError(
+            f"external_data: {external_data!r} is not offered; pass True, False or 'auto'"
+        )
     arguments = make_arguments(model, example_inputs)
     prepared = prepare(model)
     arguments = arguments.to(torch.float32)
     entries = _entries(prepared.model, metadata, preprocess=preprocess, softmax=softmax)
     if preprocess:
         arguments = add_preprocess(prepared.model, arguments)
+    tensors_only = TensorsOnly()
+    prepared.model.register_forward_hook(tensors_only)
     if softmax:
         add_softmax(prepared.model)
     cases = make_cases(prepared.model, _variants(arguments, dynamic_batch, dynamic_size), arguments)
+    notes = [*prepared.notes, *tensors_only.notes]
     program = capture(
         prepared.model,
         _capturable(arguments, dynamic_batch),
@@ -121,7 +128,7 @@ def export_onnx(
         entries |= layers if metadata is not False else {}
     graph = to_opset(translate(program, opset, list(cases[0].expected)), opset)
     graph.metadata_props.update(entries)
-    notes = [*prepared.notes, *(["dry run: nothing was written"] if dry_run else [])]
+    notes += ["dry run: nothing was written"] if dry_run else []
     with staged(path, overwrite, keep=not dry_run) as file:
         if dtype is torch.float16:
             notes += _round_to_half(graph, file, cases)

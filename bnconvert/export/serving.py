@@ -1,6 +1,6 @@
-"""Put normalisation before a model and softmax after it, so that the file holds them too.
+"""What the file has before and after the model: normalisation, softmax, tensors only.
 
-Both are hooks on the prepared copy: `torch.export` captures hooks, and the names of layers stay.
+All are hooks on the prepared copy: `torch.export` captures hooks, and the names of layers stay.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bnconvert.arguments import Arguments, data_config
+from bnconvert.arguments import (
+    Arguments,
+    data_config,
+    other_outputs,
+    output_names,
+    output_tensors,
+)
 from bnconvert.errors import BnconvertError
 from bnconvert.images import normalize
 
@@ -28,6 +34,32 @@ class Normalize:
         """Return the normalised images in the dtype of the model."""
         dtype = next((p.dtype for p in module.parameters()), torch.float32)
         return (normalize(args[0], self._mean, self._std).to(dtype),)
+
+
+class TensorsOnly:
+    """A hook that takes everything but tensors out of a model's output, which ONNX cannot give.
+
+    Attributes:
+        left_out: Type by name of the outputs that the last run left out.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, str] = {}
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the tensors by name where there is something else, else None."""
+        self.left_out = {name: type(value).__name__ for name, value in other_outputs(output)}
+        if not self.left_out:
+            return None
+        return dict(zip(output_names(output), output_tensors(output), strict=True))
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for each output left out."""
+        return [
+            f"{name} is not in the file: it is of type {kind}, not a tensor"
+            for name, kind in self.left_out.items()
+        ]
 
 
 def _softmax(_module: nn.Module, _args: Any, output: Any) -> torch.Tensor:

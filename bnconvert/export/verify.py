@@ -103,7 +103,9 @@ def _run(
             f"{where}: {type(model).__name__} does not run {what}: {first_line(error)}"
         ) from error
     if not expected:
-        raise BnconvertError(f"model: {type(model).__name__} returns no tensor")
+        raise BnconvertError(
+            f"model: {type(model).__name__} returns no tensor; export one that does"
+        )
     bad = [name for name, value in expected.items() if not bool(value.isfinite().all())]
     if bad:
         raise BnconvertError(
