@@ -14,6 +14,12 @@ class BnconvertError(Exception):
         super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that says something, or the error's type."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line), type(error).__name__)
+
+
 class UnknownLayerError(BnconvertError):
     """A model holds BatchNorm-like layers that bnconvert cannot convert without guessing."""
 

@@ -21,7 +21,7 @@ from torch import nn
 from bnconvert import __version__
 from bnconvert.checkpoint import atomic_file, load_checkpoint, match_checkpoint
 from bnconvert.checkpoint.writing import atomic_folder, check_folder
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 from bnconvert.fold.topology import describe_topology, rebuild_topology
 from bnconvert.forwarding import unwrap
 from bnconvert.norm_state import describe_norms, restore_norms
@@ -146,8 +146,8 @@ def _explained(spec: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise BnconvertError(f"{spec}: {what} ({type(error).__name__}: {first_line})") from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise BnconvertError(f"{spec}: {what} ({why})") from error
 
 
 def _from_folder(folder: Path) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,14 +79,10 @@ def input_dims(
             model(*args, **kwargs)
     except Exception as error:
         raise BnconvertError(
-            f"example_inputs: the model does not run on them ({_first_line(error)}); give inputs "
-            "as its forward takes them"
+            f"example_inputs: the model does not run on them ({type(error).__name__}: "
+            f"{first_line(error)}); give inputs as its forward takes them"
         ) from error
     finally:
         for handle in handles:
             handle.remove()
     return seen
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bnconvert.arguments import Arguments, output_names, output_tensors
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -118,12 +118,6 @@ def _open_session(
         raise BnconvertError(
             f"{name}: onnxruntime does not load it: {first_line(error)}"
         ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that says something, for a one-line message."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line), type(error).__name__)
 
 
 def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:

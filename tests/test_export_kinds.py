@@ -74,6 +74,36 @@ def test_an_unknown_choice_of_external_data_is_refused(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+class Depends(nn.Module):
+    """Does what its inputs say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Noise(nn.Module):
+    """Does something else each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Depends(), r"depends on the values of its inputs at .*:\d+;"),
+        (Noise(), "each time it runs"),
+    ],
+)
+def test_a_model_that_cannot_be_captured_gets_one_line_that_says_where(
+    model: nn.Module, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(BnconvertError, match=text):
+        export_onnx(nn.Sequential(make_net(), model).eval(), tmp_path / "n.onnx", IMAGES)
+    assert not any(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
+
+
 class Heads(nn.Module):
     """One convolution for two levels, with a BatchNorm for each, as detectors have."""
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from bnconvert.arguments import image_axes
-from bnconvert.errors import BnconvertError
-from bnconvert.runners import first_line
+from bnconvert.capturing import export_program, place
+from bnconvert.errors import BnconvertError, first_line
 
 if TYPE_CHECKING:
     from bnconvert.arguments import Arguments
@@ -45,13 +45,10 @@ def capture(
         if dims:
             shapes[tensor] = dims
     try:
-        with torch.no_grad():
-            spec = shapes.dynamic_shapes(  # type: ignore[no-untyped-call]  # of torch
-                model, arguments.args, arguments.kwargs
-            )
-            program = torch.export.export(
-                model, arguments.args, arguments.kwargs, dynamic_shapes=spec, strict=False
-            )
+        spec = shapes.dynamic_shapes(  # type: ignore[no-untyped-call]  # of torch
+            model, arguments.args, arguments.kwargs
+        )
+        program = export_program(model, arguments, spec)
     except Exception as error:
         raise BnconvertError(_why(error, dynamic_batch, dynamic_size)) from error
     _refuse_batch_statistics(program)
@@ -59,11 +56,19 @@ def capture(
 
 
 def _why(error: Exception, dynamic_batch: bool, dynamic_size: bool) -> str:
-    text = first_line(error)
+    text = first_line(error).rstrip(".")
+    if "data-dependent" in text:
+        return (
+            f"capture: what the model does depends on the values of its inputs{place(error)}; "
+            "use torch.where or torch.cond there, or export the part before it"
+        )
     if "onstraint" in str(error) and (dynamic_batch or dynamic_size):
         option = "dynamic_size" if dynamic_size else "dynamic_batch"
         return f"capture: the model fixes a dimension ({text}); export with {option}=False"
-    return f"capture: torch.export fails: {text}; check that the model runs on the example inputs"
+    return (
+        f"capture: torch.export fails{place(error)}: {text}; it must be able to follow the "
+        "model's forward, without NumPy and control flow that depends on data"
+    )
 
 
 def layer_of(node: torch.fx.Node) -> str:

@@ -13,13 +13,13 @@ import torch
 from onnx_ir.passes import common
 
 from bnconvert.arguments import Arguments
-from bnconvert.errors import BnconvertError, VerificationError
+from bnconvert.errors import BnconvertError, VerificationError, first_line
 from bnconvert.export.files import check_destination, save_graph, staged
 from bnconvert.export.onnx_double import run_in_float64
 from bnconvert.export.onnx_folding import fold_graph
 from bnconvert.layerwise import all_values
 from bnconvert.report import Report, format_table
-from bnconvert.runners import OnnxRunner, RuntimeLevel, first_line, largest_difference
+from bnconvert.runners import OnnxRunner, RuntimeLevel, largest_difference
 
 if TYPE_CHECKING:
     import os

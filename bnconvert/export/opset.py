@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from typing import TYPE_CHECKING
-
 import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
-from bnconvert.errors import BnconvertError
-from bnconvert.runners import first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from bnconvert.errors import BnconvertError, first_line
 
 DEFAULT_OPSET = 18
 OLDEST_TRANSLATED = 18
@@ -102,15 +94,3 @@ def _split_by_sizes(model: ir.Model, node: ir.Node) -> None:
     model.graph.register_initializer(value)
     node.resize_inputs(2)
     node.replace_input_with(1, value)
-
-
-@contextlib.contextmanager
-def quiet_converter() -> Iterator[None]:
-    """Silence the log of the version converter, which prints a traceback and goes on."""
-    logger = logging.getLogger("onnxscript.version_converter")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

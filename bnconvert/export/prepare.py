@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 from bnconvert.forwarding import unwrap
-from bnconvert.runners import first_line
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 
 from bnconvert import __version__
-from bnconvert.errors import BnconvertError
+from bnconvert.capturing import quiet_log
+from bnconvert.errors import BnconvertError, first_line
 from bnconvert.export.capture import layer_of
-from bnconvert.export.opset import NEWEST_TRANSLATED, OLDEST_TRANSLATED, quiet_converter
-from bnconvert.runners import first_line
+from bnconvert.export.opset import NEWEST_TRANSLATED, OLDEST_TRANSLATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def translate(program: ExportedProgram, opset: int, outputs: Sequence[str]) -> i
         BnconvertError: An operation has no translation; the text names it.
     """
     try:
-        with quiet_converter():
+        with quiet_log("onnxscript.version_converter"):  # it prints a traceback and goes on
             onnx_program = torch.onnx.export(
                 program,
                 (),

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import onnx
 import torch
 
-from bnconvert.errors import BnconvertError, VerificationError
+from bnconvert.errors import BnconvertError, VerificationError, first_line
 from bnconvert.export.report import Check
 from bnconvert.layerwise import all_values, module_layers, onnx_layers
 from bnconvert.runners import (
     OnnxRunner,
     RuntimeLevel,
     TorchRunner,
-    first_line,
     largest_difference,
     relative_difference,
 )
@@ -38,6 +37,9 @@ HALF_TOLERANCE = 2e-2
 
 _ROUNDING_FACTOR = 10.0  # other orders of summation, not other formulas
 _ROUNDING_LIMIT = 1e-2
+
+_REPEATED = 1e-5
+"""Largest relative difference of a model's outputs from those of another run."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def make_cases(model: nn.Module, variants: Sequence[Arguments], example: Argumen
         example: The caller's own arguments; a variant of another image size is marked so.
 
     Raises:
-        BnconvertError: The model does not run on them, or its own output is not finite.
+        BnconvertError: The model does not run on them, its own output is not finite, or another
+            one each time.
     """
     exact = _Float64(model)
     cases = []
@@ -85,7 +88,18 @@ def make_cases(model: nn.Module, variants: Sequence[Arguments], example: Argumen
         size = arguments.image_size if arguments.image_size != example.image_size else None
         expected = _run(model, arguments, size)
         cases.append(Case(arguments, size, expected, exact.run(arguments)))
+    _refuse_random(model, cases[0])
     return cases
+
+
+def _refuse_random(model: nn.Module, case: Case) -> None:
+    difference = largest_difference(_run(model, case.arguments, case.size), case.expected)
+    if difference > _REPEATED:
+        raise BnconvertError(
+            f"model: {type(model).__name__} gives another output each time it runs on the same "
+            f"inputs (relative difference {difference:.1e}); take the randomness out of its "
+            "forward, as nothing can be proven about it"
+        )
 
 
 def _run(

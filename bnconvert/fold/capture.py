@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
-import traceback
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +9,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bnconvert.arguments import Arguments, make_arguments
-from bnconvert.errors import BnconvertError
+from bnconvert.capturing import export_program, place
+from bnconvert.errors import BnconvertError, first_line
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-
-_LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
-)
-"""Folders whose frames are not where a user's forward went wrong."""
 
 _NAMED = 3
 """Modules that an error lists by name."""
@@ -89,7 +79,7 @@ def run(model: nn.Module, arguments: Arguments, advice: str = _FIT) -> Any:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in arguments.tensors)
             raise BnconvertError(
                 f"fold: the model does not run on example_inputs of shape {shapes}: "
-                f"{first_line(error)}{advice}"
+                f"{first_line(error).rstrip('.')}{advice}"
             ) from error
 
 
@@ -99,30 +89,11 @@ def capture(model: nn.Module, arguments: Arguments) -> ExportedProgram:
     Raises:
         BnconvertError: The forward cannot be captured as a graph; the text says where.
     """
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return torch.export.export(model, arguments.args, arguments.kwargs, strict=False)
-        except Exception as error:
-            raise BnconvertError(
-                f"fold: the model's forward cannot be captured as a graph{_place(error)}: "
-                f"{first_line(error)}; torch.export must be able to follow it, so without control "
-                "flow that depends on data"
-            ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
-def _place(error: Exception) -> str:
-    """Return " at file:line" of the innermost frame that is the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(("<", *_LIBRARIES))
+    try:
+        return export_program(model, arguments)
+    except Exception as error:
+        raise BnconvertError(
+            f"fold: the model's forward cannot be captured as a graph{place(error)}: "
+            f"{first_line(error).rstrip('.')}; torch.export must be able to follow it, so without "
+            "control flow that depends on data"
+        ) from error
