@@ -102,6 +102,30 @@ class OnnxRunner:
         return {n: torch.from_numpy(np.asarray(v)) for n, v in zip(names, values, strict=True)}
 
 
+def refuse_missing_weights(path: Path) -> None:
+    """Raise where weights of an ONNX file are in another file that is not there.
+
+    Another damage of the file is not looked for here.
+
+    Raises:
+        BnconvertError: As said.
+    """
+    import onnx
+
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except Exception:  # protobuf's DecodeError has no public name
+        return
+    for tensor in graph.initializer:
+        places = [e.value for e in tensor.external_data if e.key == "location"]
+        missing = [place for place in places if not (path.parent / place).is_file()]
+        if missing:
+            raise BnconvertError(
+                f"{path}: its weights are in {missing[0]}, which is not there; put it beside the "
+                "model"
+            )
+
+
 def _open_session(
     model: Path | bytes, level: RuntimeLevel, name: str
 ) -> onnxruntime.InferenceSession:
@@ -115,6 +139,8 @@ def _open_session(
     try:
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has no public base class of its errors
+        if isinstance(model, Path):
+            refuse_missing_weights(model)
         raise BnconvertError(
             f"{name}: onnxruntime does not load it: {first_line(error)}"
         ) from error

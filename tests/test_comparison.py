@@ -98,3 +98,12 @@ def test_bad_input_gets_one_line(tmp_path: Path) -> None:
         with pytest.raises(BnconvertError, match=message) as error:
             compare(a, b, inputs)
         assert "\n" not in str(error.value)
+
+
+def test_a_file_without_its_weights_is_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    images = torch.randn(2, 3, 8, 8)
+    export_onnx(model, tmp_path / "a.onnx", images, external_data=True)
+    (tmp_path / "a.onnx.data").unlink()
+    with pytest.raises(BnconvertError, match=r"a\.onnx: its weights are in a\.onnx\.data, which"):
+        compare(model, tmp_path / "a.onnx", images)

@@ -19,7 +19,7 @@ from bnconvert.export.onnx_double import run_in_float64
 from bnconvert.export.onnx_folding import fold_graph
 from bnconvert.layerwise import all_values
 from bnconvert.report import Report, format_table
-from bnconvert.runners import OnnxRunner, RuntimeLevel, largest_difference
+from bnconvert.runners import OnnxRunner, RuntimeLevel, largest_difference, refuse_missing_weights
 
 if TYPE_CHECKING:
     import os
@@ -126,13 +126,7 @@ def _read(path: Path) -> ir.Model:
         raise BnconvertError(f"{path}: is not an ONNX model: {first_line(error)}") from error
     if not len(model.graph) or not model.graph.outputs:
         raise BnconvertError(f"{path}: holds no graph; pass an ONNX model")
-    for value in model.graph.initializers.values():
-        stored = value.const_value
-        if isinstance(stored, ir.ExternalTensor) and not Path(stored.path).is_file():
-            raise BnconvertError(
-                f"{path}: its weights are in {stored.location}, which is not there; put it beside "
-                "the model"
-            )
+    refuse_missing_weights(path)
     return model
 
 
