@@ -66,7 +66,7 @@ MUTATIONS = {
         "reduction.cuh", "if (y + half < height) {", "if (y < half) {", "results"
     ),
     "constant that is never set": Mutation(
-        "normalize.cuh", "    constants.set(1, i, scale);\n", "", "results"
+        "normalize.cuh", "    constants.set(1, i, kUnit<F> * scale);\n", "", "results"
     ),
     "shared memory written behind its end": Mutation(
         "channel.cuh",
@@ -96,7 +96,7 @@ MUTATIONS = {
         "a counter was not returned to zero",
     ),
     "mask with the other sign of zero": Mutation(
-        "activation.cuh", "z <= 0.0f ? 0.0f : grad", "z < 0.0f ? 0.0f : grad", "results"
+        "activation.cuh", "t <= 0.0f ? 0.0f : grad", "t < 0.0f ? 0.0f : grad", "results"
     ),
     "remainder of the mean forgotten": Mutation(
         "normalize.cuh", "(batch.mean - mean) * scale", "0.0", "results"

@@ -43,12 +43,13 @@ __device__ inline void backward_input(const BackwardInputArguments& arguments) {
     const double scale = weight_of(arguments.affine, arguments.parameter_type, channel) * invstd;
     const double slope = -scale * invstd * arguments.sums[channels + channel] / count;
     constants.set(0, i, mean);
-    constants.set(1, i, scale);
+    constants.set(1, i, kUnit<F> * scale);
     constants.set(2, i, slope);
     constants.set(3, i, -scale * arguments.sums[channel] / count - slope * remainder);
     if constexpr (F != kNone) {
-      constants.set(4, i, bias_of(arguments.affine, arguments.parameter_type, channel) -
-                              remainder * scale);
+      constants.set(4, i,
+                    kUnit<F> * (bias_of(arguments.affine, arguments.parameter_type, channel) -
+                                remainder * scale));
     }
   });
   float mean[A], scale[A], slope[A], offset[A], shift[A];
@@ -85,11 +86,12 @@ __device__ inline void backward_input(const BackwardInputArguments& arguments) {
         const int a = A == 1 ? 0 : k;
         const float centered = values[k] - mean[a];
         if constexpr (F != kNone) {
-          float z = fmaf(centered, scale[a], shift[a]);
-          if constexpr (kResidual) z += added[k];
-          grads[k] = activation_gradient<F>(grads[k], z, arguments.negative_slope);
+          float t = fmaf(centered, scale[a], shift[a]);
+          if constexpr (kResidual) t = fmaf(added[k], static_cast<float>(kUnit<F>), t);
+          grads[k] = activation_gradient<F>(grads[k], t, arguments.negative_slope);
         }
         values[k] = fmaf(scale[a], grads[k], fmaf(slope[a], centered, offset[a]));
+        if constexpr (kResidual) grads[k] *= static_cast<float>(kUnit<F>);
       }
       store<T, V>(grad_x + offsets[j], values);
       if constexpr (kResidual) store<T, V>(grad_residual + offsets[j], grads);

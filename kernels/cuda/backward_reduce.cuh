@@ -40,9 +40,10 @@ __device__ inline void backward_reduce(const BackwardReduceArguments& arguments)
     if constexpr (F != kNone) {
       const double scale = weight_of(arguments.affine, arguments.parameter_type, channel) *
                            statistics[channels + channel];
-      constants.set(1, i, scale);
-      constants.set(2, i, bias_of(arguments.affine, arguments.parameter_type, channel) -
-                              (statistics[channel] - mean) * scale);
+      constants.set(1, i, kUnit<F> * scale);
+      constants.set(2, i,
+                    kUnit<F> * (bias_of(arguments.affine, arguments.parameter_type, channel) -
+                                (statistics[channel] - mean) * scale));
     }
   });
   float mean[A], scale[A], shift[A];
@@ -80,9 +81,9 @@ __device__ inline void backward_reduce(const BackwardReduceArguments& arguments)
         const float centered = values[k] - mean[a];
         float grad = grads[k];
         if constexpr (F != kNone) {
-          float z = fmaf(centered, scale[a], shift[a]);
-          if constexpr (kResidual) z += added[k];
-          grad = activation_gradient<F>(grad, z, arguments.negative_slope);
+          float t = fmaf(centered, scale[a], shift[a]);
+          if constexpr (kResidual) t = fmaf(added[k], static_cast<float>(kUnit<F>), t);
+          grad = activation_gradient<F>(grad, t, arguments.negative_slope);
         }
         sums[a] += grad;
         sums[A + a] += grad * centered;
@@ -98,8 +99,8 @@ __device__ inline void backward_reduce(const BackwardReduceArguments& arguments)
 #pragma unroll
   for (int i = 0; i < A; ++i) {
     const long long channel = position.channel + i;
-    const double sum_dy = totals[i];
-    const double sum_dy_xhat = (totals[A + i] - (statistics[channel] - mean[i]) * sum_dy) *
+    const double sum_dy = kUnit<F> * totals[i];
+    const double sum_dy_xhat = (kUnit<F> * totals[A + i] - (statistics[channel] - mean[i]) * sum_dy) *
                                statistics[channels + channel];
     arguments.sums[channel] = static_cast<float>(sum_dy);
     arguments.sums[channels + channel] = static_cast<float>(sum_dy_xhat);

@@ -70,9 +70,9 @@ __device__ inline void normalize(const NormalizeArguments& arguments) {
     const double scale =
         weight_of(arguments.affine, arguments.parameter_type, channel) * batch.invstd;
     constants.set(0, i, mean);
-    constants.set(1, i, scale);
-    constants.set(2, i, bias_of(arguments.affine, arguments.parameter_type, channel) -
-                            (batch.mean - mean) * scale);
+    constants.set(1, i, kUnit<F> * scale);
+    constants.set(2, i, kUnit<F> * (bias_of(arguments.affine, arguments.parameter_type, channel) -
+                                    (batch.mean - mean) * scale));
     if (blockIdx.y == 0) {
       keep(arguments.statistics, batch, channel, channels);
       update_running(arguments, batch, channel);
@@ -106,9 +106,9 @@ __device__ inline void normalize(const NormalizeArguments& arguments) {
 #pragma unroll
       for (int k = 0; k < V; ++k) {
         const int a = A == 1 ? 0 : k;
-        float z = fmaf(values[k] - mean[a], scale[a], shift[a]);
-        if constexpr (kResidual) z += added[k];
-        values[k] = activate<F>(z, arguments.negative_slope);
+        float t = fmaf(values[k] - mean[a], scale[a], shift[a]);
+        if constexpr (kResidual) t = fmaf(added[k], static_cast<float>(kUnit<F>), t);
+        values[k] = activate<F>(t, arguments.negative_slope);
       }
       store<T, V>(y + offsets[j], values);
     }
