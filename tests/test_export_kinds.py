@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from timm.layers import StdConv2d
 from torch import nn
 
 from bnconvert import (
@@ -102,6 +103,38 @@ def test_a_model_that_cannot_be_captured_gets_one_line_that_says_where(
         export_onnx(nn.Sequential(make_net(), model).eval(), tmp_path / "n.onnx", IMAGES)
     assert not any(tmp_path.iterdir())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_weights_that_a_model_computes_from_weights_are_stored_computed(
+    fold: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        StdConv2d(3, 64, 3),
+        nn.ReLU(),
+        StdConv2d(64, 64, 3),  # too large for the constant folding of onnxscript
+        nn.BatchNorm2d(64),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(64, 64, 3)),
+        nn.ReLU(),
+        nn.utils.spectral_norm(nn.Conv2d(64, 8, 1)),
+    )
+    randomize_batchnorm(net)
+    with torch.no_grad():
+        net.get_parameter("4.parametrizations.weight.original0").uniform_(-2.0, 2.0)
+    report = export_onnx(net.eval(), tmp_path / "n.onnx", IMAGES, fold=fold)
+    left = {} if fold else {"BatchNormalization": 1}
+    assert report.nodes == {"Conv": 4, "Relu": 2, **left}
+    assert (tmp_path / "n.onnx").stat().st_size < 1.1 * 4 * sum(p.numel() for p in net.parameters())
+
+
+def test_onnxruntime_fuses_the_gelu_of_opset_18(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU()).eval()
+    export_onnx(net, tmp_path / "n.onnx", IMAGES)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    onnxruntime.InferenceSession(tmp_path / "n.onnx", options, providers=["CPUExecutionProvider"])
+    assert "Gelu" in {node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node}
 
 
 class Heads(nn.Module):

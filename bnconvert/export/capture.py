@@ -78,11 +78,14 @@ def layer_of(node: torch.fx.Node) -> str:
 
 
 def _refuse_batch_statistics(program: ExportedProgram) -> None:
-    names = [
-        layer_of(node) or node.name
-        for node in program.graph.nodes
-        if node.target is torch.ops.aten.batch_norm.default and node.args[_TRAINING_ARGUMENT]
-    ]
+    given = set(program.graph_signature.user_inputs)
+    names = []
+    for node in program.graph.nodes:  # what depends on the inputs, in order of execution
+        if given.isdisjoint(source.name for source in node.all_input_nodes):
+            continue
+        given.add(node.name)
+        if node.target is torch.ops.aten.batch_norm.default and node.args[_TRAINING_ARGUMENT]:
+            names.append(layer_of(node) or node.name)
     if names:
         raise BnconvertError(
             f"{', '.join(dict.fromkeys(names))}: normalises with the statistics of each batch, "

@@ -12,6 +12,7 @@ import torch
 from bnconvert.arguments import Arguments, make_arguments
 from bnconvert.errors import BnconvertError
 from bnconvert.export.capture import capture
+from bnconvert.export.constants import compute_constants
 from bnconvert.export.files import check_destination, save_graph, staged
 from bnconvert.export.folding import fold_program
 from bnconvert.export.half import to_half
@@ -126,6 +127,7 @@ def export_onnx(
     if fold:
         program, report, layers = fold_program(program, rewrite_activations)
         entries |= layers if metadata is not False else {}
+    program = compute_constants(program)
     graph = to_opset(translate(program, opset, list(cases[0].expected)), opset)
     graph.metadata_props.update(entries)
     notes += ["dry run: nothing was written"] if dry_run else []

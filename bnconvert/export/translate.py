@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 import torch
@@ -66,6 +66,7 @@ _RULES = (
     "normalize_pad_format_conv_rule",
 )
 
+_SQRT_2 = 2.0**0.5
 _AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}
 _GENERATED = re.compile(r"[^.]*_\d+")  # names that torch counts up, not names of weights
 _UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
@@ -146,6 +147,21 @@ def _rules() -> Iterator[RewriteRule]:
     for name in _RULES:
         found = getattr(rules, name)
         yield from found if isinstance(found, (list, tuple)) else (found,)
+    yield RewriteRule(_gelu, _gelu_as_runtimes_know_it)
+
+
+def _gelu(op: Any, x: Any) -> Any:
+    """Match the Gelu that torch writes below opset 20, `x * (0.5 * (1 + erf(x / sqrt(2))))`."""
+    return op.Mul(x, op.Mul(0.5, op.Add(op.Erf(op.Div(x, _SQRT_2)), 1.0)))
+
+
+def _gelu_as_runtimes_know_it(op: Any, x: Any) -> Any:
+    """Return `(0.5 * x) * (1 + erf(x / sqrt(2)))`, the same bits, which onnxruntime fuses."""
+    dtype = x.dtype or ir.DataType.FLOAT
+    half, one, root = (
+        op.Constant(value=ir.tensor(value, dtype=dtype)) for value in (0.5, 1.0, _SQRT_2)
+    )
+    return op.Mul(op.Mul(half, x), op.Add(op.Erf(op.Div(x, root)), one))
 
 
 def _rename(model: ir.Model, outputs: Sequence[str]) -> None:
