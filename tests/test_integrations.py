@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,3 +129,20 @@ def test_the_plugin_leaves_a_model_as_it_was_in_every_class() -> None:
     assert Kind.FROZEN in {kind_of(module) for module in model.modules()}
     callback.teardown(None, model, "fit")
     assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("change", [bc.convert_sync_batchnorm, bc.freeze_batchnorm])
+@pytest.mark.parametrize("training", [True, False])
+def test_fx_sees_each_layer_as_one_call(change: Any, training: bool) -> None:
+    """Feature extraction of torchvision and quantization of torch trace models in this way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), BatchNormAct2d(4), nn.Flatten(), nn.BatchNorm1d(144)
+    )
+    randomize_batchnorm(model)
+    model = change(model).train(training)
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes].count("call_module") == 5
+    assert all(traced.get_submodule(name) is model.get_submodule(name) for name in "124")
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(traced(images), copy.deepcopy(model)(images))

@@ -14,6 +14,7 @@ from torch import fx
 
 from bnconvert.fold.algebra import Affine
 from bnconvert.fold.channels import along, is_untouched, move_backward, move_forward
+from bnconvert.fold.constants import constant_map
 from bnconvert.fold.graph import is_tensor, operation
 from bnconvert.fold.inplace import WRITTEN
 from bnconvert.fold.motion import BlockedError, Motion, describe
@@ -55,6 +56,8 @@ def move_back(context: Context, node: fx.Node, motion: Motion, reader: fx.Node) 
     elif node in context.norms:
         context.target.check_norm(context.norms[node])
         move.absorptions.append(_into_norm(context.norms[node], motion))
+    elif (constants := constant_map(context.graph, node)) is not None:
+        move.add(move_back(context, constants.source, constants.pass_back(motion), node))
     elif operation(node) in {"add", "sub"}:
         move.add(_through_sum(context, node, motion))
     else:

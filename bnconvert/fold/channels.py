@@ -43,6 +43,27 @@ def along(numbers: Tensor, axis: int, size: int) -> Tensor | None:
     return numbers.flatten().expand(size)
 
 
+def by_channel(values: Tensor, numbers: Tensor, channels: int) -> Tensor | None:
+    """Return the value that a broadcast constant has in each channel, 1 where one is nowhere.
+
+    Args:
+        values: The constant, of at most the rank of the map.
+        numbers: The channel map of the tensor it is broadcast against.
+        channels: The number of channels.
+
+    Returns:
+        Shape (channels,), or None where the constant differs within a channel.
+    """
+    values, numbers = torch.broadcast_tensors(  # type: ignore[no-untyped-call]  # of torch
+        shrink(values), numbers
+    )
+    touched = numbers != UNTOUCHED
+    values, at = values[touched], numbers[touched].to(torch.int64)
+    result = torch.ones(channels, dtype=values.dtype)
+    result[at] = values
+    return result if torch.equal(result[at], values) else None
+
+
 def is_untouched(numbers: Tensor) -> bool:
     """Whether no place holds a channel."""
     return bool((numbers == UNTOUCHED).all())

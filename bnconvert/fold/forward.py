@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from bnconvert.fold.activations import limits_of
 from bnconvert.fold.algebra import swap_with_limits
 from bnconvert.fold.channels import along, is_untouched, move_forward
+from bnconvert.fold.constants import constant_map
 from bnconvert.fold.graph import operation
 from bnconvert.fold.inplace import WRITTEN
 from bnconvert.fold.motion import BlockedError, Motion, describe
@@ -114,6 +115,10 @@ class _Walk:
         return Motion(swapped.outer, motion.numbers)
 
     def _pass_on(self, node: fx.Node, motion: Motion, sources: list[fx.Node]) -> bool:
+        constants = constant_map(self._context.graph, node)
+        if constants is not None:
+            self._moving[node] = constants.pass_forward(motion)
+            return True
         how = passage(self._context.graph, node, motion)
         if operation(node) == "getitem":
             numbers = self._parts[sources[0]][node.args[1]]  # type: ignore[index]

@@ -2,7 +2,8 @@
 
 A rule is a function decorated with the names of its operations. It gets the graph, the operation
 and the motion, and returns the `Passage`, or raises `BlockedError` with the reason. To let folding
-pass another operation, write its rule here, a test and a row in `docs/folding.md`.
+pass another operation, write its rule here, a test and a row in `docs/folding.md`. Operations that
+change a map on its way are in `bnconvert.fold.constants`.
 """
 
 from __future__ import annotations

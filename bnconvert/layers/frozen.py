@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bnconvert.layers import classes, families
+from bnconvert.layers.tracing import traced_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,6 +88,9 @@ class FrozenMixin(nn.Module):
         Returns:
             The normalized input, of the same shape and dtype.
         """
+        call: Tensor | None = traced_call(self, input)
+        if call is not None:
+            return call
         self._check_input_dim(input)  # type: ignore[operator]
         output = F.batch_norm(
             input,

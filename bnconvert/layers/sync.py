@@ -16,6 +16,7 @@ from bnconvert.kernels import comm
 from bnconvert.kernels.ops import synchronized_batch_norm
 from bnconvert.layers import classes, families
 from bnconvert.layers.group import GroupRef, check_group
+from bnconvert.layers.tracing import traced_call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +66,9 @@ class SyncMixin(nn.Module):
         Returns:
             The normalized input, of the same shape and dtype.
         """
+        call: Tensor | None = traced_call(self, input)
+        if call is not None:
+            return call
         if not self.training or not comm.communicates(self._bnconvert_group.name):
             output: Tensor = super().forward(input)
             return output
