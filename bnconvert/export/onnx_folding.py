@@ -178,8 +178,15 @@ def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> N
 def _arithmetic(
     node: ir.Node, track: Track, count: int, shapes: Shapes
 ) -> tuple[ir.Value, Affine] | None:
-    """Return the varying input of `x + c`, `x - c`, `x * c` and the map, where c is per channel."""
-    if node.op_type not in {"Add", "Sub", "Mul"}:
+    """Return the varying input of a sum, product or quotient with a constant, and its map.
+
+    Returns:
+        None for anything else, and where the constant differs within a channel.
+    """
+    one, zero = torch.ones(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    if node.op_type == "Neg" and node.inputs[0] is not None:
+        return node.inputs[0], Affine(-one, zero)
+    if node.op_type not in {"Add", "Sub", "Mul", "Div"}:
         return None
     values = [constant(value) for value in node.inputs]
     index = next((i for i, value in enumerate(values) if value is None), 0)
@@ -189,15 +196,13 @@ def _arithmetic(
     shape = shape_of(source, shapes)
     if shape != shape_of(node.outputs[0], shapes):
         return None
-    if node.op_type == "Sub" and index == 1:
+    c = _per_channel(number.double(), track, count, len(shape))
+    if c is None or (node.op_type == "Div" and (index == 1 or not c.all())):
         return None
-    per_channel = _per_channel(number.double(), track, count, len(shape))
-    if per_channel is None:
-        return None
-    one, zero = torch.ones(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
-    if node.op_type == "Mul":
-        return source, Affine(per_channel, zero)
-    return source, Affine(one, -per_channel if node.op_type == "Sub" else per_channel)
+    if node.op_type == "Sub":
+        return source, Affine(one, -c) if index == 0 else Affine(-one, c)
+    maps = {"Add": Affine(one, c), "Mul": Affine(c, zero), "Div": Affine(1.0 / c, zero)}
+    return source, maps[node.op_type]
 
 
 def _per_channel(number: torch.Tensor, track: Track, count: int, rank: int) -> torch.Tensor | None:
@@ -224,9 +229,9 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     channels = torch.arange(len(affine.scale)).numpy()
     edits: list[Callable[[], None]] = []
     into: list[str] = []
-    pending = [(result, Track(1, channels))]
+    pending = [(result, affine, Track(1, channels))]
     while pending:
-        value, track = pending.pop()
+        value, affine, track = pending.pop()
         if value.is_graph_output():
             raise BlockedError("its result is an output of the graph")
         if not value.uses():
@@ -235,15 +240,19 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
             reader = use.node
             if reader.op_type in MOVERS and use.idx == 0:
                 check_passage(reader, affine)
-                pending.append((reader.outputs[0], follow(reader, track, shapes, backward=False)))
+                moved = follow(reader, track, shapes, backward=False)
+                pending.append((reader.outputs[0], affine, moved))
             elif reader.op_type == "Concat":
                 joined = through_concat(reader, use.idx, track, shapes)
-                pending.append((reader.outputs[0], joined))
+                pending.append((reader.outputs[0], affine, joined))
             elif reader.op_type in SITES and use.idx == 0 and not reader.domain:
                 if label(reader) in into:
                     raise BlockedError(f"its reader {label(reader)} is reached on two ways")
                 edits.append(plan_before(reader, affine, track, shapes))
                 into.append(label(reader))
+            elif (own := _arithmetic(reader, track, len(affine.scale), shapes)) is not None:
+                pending.append((reader.outputs[0], affine.then(own[1]), track))
+                edits.append(functools.partial(_skip, reader, own[0]))
             else:
                 raise BlockedError(f"its reader {label(reader)} is not linear")
     return edits, f"forward into {', '.join(into)}"
