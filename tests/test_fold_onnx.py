@@ -82,6 +82,17 @@ def build_arithmetic_between(g: Graph) -> str:
     return g.norm(g.call("Sub", y, g.weight(1, C, 1, 1)))
 
 
+def build_more_arithmetic_between(g: Graph) -> str:
+    y = g.call("Sub", g.weight(C, 1, 1), g.call("Neg", conv(g, "x")))
+    return g.norm(g.call("Div", y, g.weight(C, 1, 1)))
+
+
+def build_forward_arithmetic(g: Graph) -> str:
+    y = g.call("Div", g.norm(g.call("Relu", "x")), g.weight(1, C, 1, 1))
+    y = g.call("Add", g.call("Neg", g.call("Mul", g.weight(C, 1, 1), y)), g.weight(C, 1, 1))
+    return g.call("Add", conv(g, y), conv(g, y, group=2))
+
+
 def build_forward_conv(g: Graph) -> str:
     return conv(g, g.norm(g.call("Relu", "x")), group=2)
 

@@ -159,7 +159,7 @@ def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
         elif (moved := _arithmetic(producer, track, len(affine.scale), shapes)) is not None:
             source, own = moved
             pending.append((producer, source, own.then(affine), track))
-            edits.append(functools.partial(_skip, producer, source))
+            edits.append(functools.partial(_skip, producer, producer.inputs.index(source)))
         else:
             raise BlockedError(f"its input comes from {label(producer)}, which is not linear")
     return edits, f"into {', '.join(into)}"
@@ -217,7 +217,10 @@ def _per_channel(number: torch.Tensor, track: Track, count: int, rank: int) -> t
     return values if torch.equal(values[channels], flat) else None
 
 
-def _skip(node: ir.Node, source: ir.Value) -> None:
+def _skip(node: ir.Node, index: int) -> None:
+    """Let everything read one input of a node, as it now is, in place of its output."""
+    source = node.inputs[index]
+    assert source is not None  # noqa: S101 (the operand that varies)
     node.outputs[0].replace_all_uses_with(source)
     graph = node.graph
     if graph is not None:
@@ -252,7 +255,7 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
                 into.append(label(reader))
             elif (own := _arithmetic(reader, track, len(affine.scale), shapes)) is not None:
                 pending.append((reader.outputs[0], affine.then(own[1]), track))
-                edits.append(functools.partial(_skip, reader, own[0]))
+                edits.append(functools.partial(_skip, reader, use.idx))
             else:
                 raise BlockedError(f"its reader {label(reader)} is not linear")
     return edits, f"forward into {', '.join(into)}"
