@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
-DEADLINE = 20.0
+DEADLINE = 10.0
 """Seconds without any answer after which the child is ended."""
 
 MEMORY = 4 << 30
