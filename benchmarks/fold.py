@@ -5,8 +5,8 @@
 One thread, batch 1. PyTorch: the model, ours (module tree), the fuse of `torch.fx` and timm's
 `reparameterize_model`. onnxruntime: torch's export of the model and of ours (graph form), without
 and with clamps for activations. All variants of a model are run in turn, so that a busy machine
-slows all of them, and medians are compared; ratios are original / variant, above 1 where the variant
-is faster. A variant that fails or changes the result by more than 1e-3 is left out of the table.
+slows all of them, and medians are compared; ratios are original / variant, above 1 where the
+variant is faster. A variant that fails or changes the result by more than 1e-3 is left out.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ import onnx
 import torch
 
 from bnconvert.arguments import Arguments
+from bnconvert.comparison.runners import OnnxRunner, RuntimeLevel, TorchRunner, largest_difference
 from bnconvert.export import export_onnx
-from bnconvert.runners import OnnxRunner, RuntimeLevel, TorchRunner, largest_difference
 
 if TYPE_CHECKING:
     from pathlib import Path

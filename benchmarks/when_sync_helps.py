@@ -33,7 +33,7 @@ from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
 from bnconvert.finetune.settings import Settings
 from bnconvert.models import load_model
-from bnconvert.recalibrate import recalibrate_batchnorm
+from bnconvert.recalibration.recalibrate import recalibrate_batchnorm
 from bnconvert.testing import run_ranks
 
 PROCESSES = 4

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bnconvert.models import load_model, save_model
     from bnconvert.plan import Plan
     from bnconvert.ranks import verify_ranks
-    from bnconvert.recalibrate import recalibrate_batchnorm
+    from bnconvert.recalibration import recalibrate_batchnorm
     from bnconvert.report import LayerReport, Outcome, Report
 
 __version__ = "0.1.0"
@@ -75,7 +75,7 @@ _MODULE_OF = {
     "plan_freeze_batchnorm": "freeze",
     "plan_revert_sync_batchnorm": "convert",
     "plan_unfreeze_batchnorm": "freeze",
-    "recalibrate_batchnorm": "recalibrate",
+    "recalibrate_batchnorm": "recalibration",
     "revert_sync_batchnorm": "convert",
     "save_checkpoint": "checkpoint",
     "save_model": "models",

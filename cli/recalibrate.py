@@ -18,7 +18,7 @@ from bnconvert.cli.output import (
 from bnconvert.cli.progress import steps
 
 if TYPE_CHECKING:
-    from bnconvert.recalibrate import Estimator
+    from bnconvert.recalibration.recalibrate import Estimator
 
 
 @click.command("recalibrate")
@@ -69,7 +69,7 @@ def command(
     """
     from bnconvert.finetune.recalibration import open_loader
     from bnconvert.models import check_output, load_model, save_model
-    from bnconvert.recalibrate import recalibrate_batchnorm
+    from bnconvert.recalibration.recalibrate import recalibrate_batchnorm
 
     if not dry_run:
         check_output(output, overwrite=force)

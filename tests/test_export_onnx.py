@@ -12,8 +12,8 @@ from torch import nn
 
 import bnconvert
 from bnconvert import BnconvertError, export_onnx
+from bnconvert.comparison.runners import RuntimeLevel
 from bnconvert.errors import VerificationError
-from bnconvert.runners import RuntimeLevel
 from bnconvert.testing import randomize_batchnorm
 
 if TYPE_CHECKING:

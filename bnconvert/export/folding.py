@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from bnconvert.comparison.layerwise import FOLDED_KEY, MOVED_KEY
 from bnconvert.fold import plan_fold_exported
 from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.norms import NormCall, find_norms, path_of
-from bnconvert.layerwise import FOLDED_KEY, MOVED_KEY
 
 if TYPE_CHECKING:
     from torch import fx

@@ -13,13 +13,18 @@ import torch
 from onnx_ir.passes import common
 
 from bnconvert.arguments import Arguments
+from bnconvert.comparison.layerwise import all_values
+from bnconvert.comparison.runners import (
+    OnnxRunner,
+    RuntimeLevel,
+    largest_difference,
+    refuse_missing_weights,
+)
 from bnconvert.errors import BnconvertError, VerificationError, first_line
 from bnconvert.export.files import check_destination, save_graph, staged
 from bnconvert.export.onnx_double import run_in_float64
 from bnconvert.export.onnx_folding import fold_graph
-from bnconvert.layerwise import all_values
 from bnconvert.report import Report, format_table
-from bnconvert.runners import OnnxRunner, RuntimeLevel, largest_difference, refuse_missing_weights
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ from bnconvert.report import SCHEMA, Report, format_table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bnconvert.runners import RuntimeLevel
+    from bnconvert.comparison.runners import RuntimeLevel
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from bnconvert.arguments import (
     output_names,
     output_tensors,
 )
+from bnconvert.comparison.images import normalize
 from bnconvert.errors import BnconvertError
-from bnconvert.images import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 class Normalize:
-    """A hook that normalises the images given to a model, see `bnconvert.images.normalize`."""
+    """A hook that normalises the images given to a model, by `bnconvert.comparison.images`."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self._mean, self._std = tuple(mean), tuple(std)

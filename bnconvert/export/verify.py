@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import onnx
 import torch
 
-from bnconvert.errors import BnconvertError, VerificationError, first_line
-from bnconvert.export.report import Check
-from bnconvert.layerwise import all_values, module_layers, onnx_layers
-from bnconvert.runners import (
+from bnconvert.comparison.layerwise import all_values, module_layers, onnx_layers
+from bnconvert.comparison.runners import (
     OnnxRunner,
     RuntimeLevel,
     TorchRunner,
     largest_difference,
     relative_difference,
 )
+from bnconvert.errors import BnconvertError, VerificationError, first_line
+from bnconvert.export.report import Check
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from bnconvert.finetune.evaluation import evaluate, evaluate_onnx
 from bnconvert.finetune.network import build_model, fit_head, has_own_statistics
 from bnconvert.freeze import plan_unfreeze_batchnorm
 from bnconvert.models import CONFIG, WEIGHTS, load_model, load_weights, save_model
-from bnconvert.recalibrate import recalibrate_batchnorm
+from bnconvert.recalibration.recalibrate import recalibrate_batchnorm
 from bnconvert.report import Outcome
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from bnconvert.forwarding import (
     unwrap,
     without_compilation,
 )
-from bnconvert.lockstep import in_step, meet
-from bnconvert.moments import Moments, merged
-from bnconvert.running_statistics import (
+from bnconvert.recalibration.lockstep import in_step, meet
+from bnconvert.recalibration.moments import Moments, merged
+from bnconvert.recalibration.running_statistics import (
     RecalibrationReport,
     Statistics,
     find_layers,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bnconvert.arguments import output_tensors
-from bnconvert.runners import OnnxRunner, RuntimeLevel
+from bnconvert.comparison.runners import OnnxRunner, RuntimeLevel
 
 if TYPE_CHECKING:
     from bnconvert.arguments import Arguments

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bnconvert.comparison_inputs import Inputs, choose_inputs
+from bnconvert.comparison.inputs import Inputs, choose_inputs
+from bnconvert.comparison.layerwise import module_layers, onnx_layers
+from bnconvert.comparison.runners import OnnxRunner, TorchRunner, relative_difference
 from bnconvert.errors import BnconvertError
-from bnconvert.layerwise import module_layers, onnx_layers
 from bnconvert.probe import untouched
 from bnconvert.report import SCHEMA, format_table
-from bnconvert.runners import OnnxRunner, TorchRunner, relative_difference
 
 if TYPE_CHECKING:
     import os

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bnconvert.arguments import Arguments, data_config, make_arguments, random_images
+from bnconvert.comparison.images import load_images, normalize
 from bnconvert.errors import BnconvertError, first_line
-from bnconvert.images import load_images, normalize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

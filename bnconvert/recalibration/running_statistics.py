@@ -14,7 +14,7 @@ from bnconvert.errors import BnconvertError
 from bnconvert.layers import Kind
 from bnconvert.layers.kinds import why_unknown
 from bnconvert.layers.sync import SyncMixin
-from bnconvert.moments import Moments, merged
+from bnconvert.recalibration.moments import Moments, merged
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.walk import Norm, find_norms
 
