@@ -42,6 +42,16 @@ class Arguments:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     @property
+    def fixed(self) -> dict[str, Any]:
+        """What is no tensor and not None, by its place in the call: `0` or `scale`."""
+        leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
+        return {
+            "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]): leaf
+            for path, leaf in leaves
+            if leaf is not None and not isinstance(leaf, torch.Tensor)
+        }
+
+    @property
     def batch(self) -> int | None:
         """Size of the first dimension of the first tensor that has dimensions."""
         return next((t.shape[0] for t in self.tensors if t.ndim), None)
@@ -137,6 +147,8 @@ def make_arguments(model: nn.Module, example_inputs: Any) -> Arguments:
     arguments = Arguments(*as_arguments(example_inputs))
     if not arguments.tensors:
         raise BnconvertError("example_inputs: holds no tensor; pass what the model is called with")
+    if not any(tensor.numel() for tensor in arguments.tensors):
+        raise BnconvertError("example_inputs: holds no values; pass a batch of at least one")
     return arguments.map(lambda tensor: tensor.detach().cpu())
 
 

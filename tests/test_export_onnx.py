@@ -126,8 +126,9 @@ def test_two_inputs_and_nested_outputs_keep_their_names(tmp_path: Path, as_dict:
     model: nn.Module = TwoInputs().eval()
     given: Any = inputs
     if not as_dict:
-        model, given = Positional(model), (inputs["image"], inputs["side"])
-    export_onnx(model, tmp_path / "two.onnx", given)
+        model, given = Positional(model).eval(), (inputs["image"], inputs["side"])
+    report = export_onnx(model, tmp_path / "two.onnx", given)
+    assert report.notes == (("argument scale is fixed: 0.5",) if as_dict else ())
     graph = onnx.load(tmp_path / "two.onnx").graph
     assert [entry.name for entry in graph.input] == ["image", "side"]
     assert [entry.name for entry in graph.output] == ["sum", "parts_0", "parts_1"]
@@ -162,6 +163,34 @@ class FixedBatch(nn.Module):
         return x.reshape(2, -1)
 
 
+class BatchLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.net(x.permute(3, 0, 1, 2))
+        return y
+
+
+class GivesItsInput(nn.Module):
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return image, image * 2
+
+
+def test_an_input_that_is_an_output_keeps_its_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export_onnx(GivesItsInput().eval(), tmp_path / "net.onnx", IMAGES)
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    assert [entry.name for entry in (*graph.input, *graph.output)] == [
+        "image",
+        "output_0",
+        "output_1",
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
 class NotFinite(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / 0
@@ -174,6 +203,7 @@ class NotFinite(nn.Module):
         (make_net, None, r"no timm configuration"),
         (make_net, 3, r"example_inputs: .* got int"),
         (make_net, (), r"holds no tensor"),
+        (make_net, IMAGES[:0], r"holds no values"),
         (make_net, torch.randn(2, 5, 12, 12), r"does not run with batch size 1: .*3 channels"),
         (make_net, (IMAGES, IMAGES), r"does not run"),
         (
@@ -182,6 +212,7 @@ class NotFinite(nn.Module):
             r"^1: aten.linalg_eig has no translation .*test_export_onnx.py",
         ),
         (FixedBatch, torch.randn(2, 3, 4), r"capture: the model fixes a dimension"),
+        (BatchLast, IMAGES.permute(1, 2, 3, 0), r"^dynamic_batch: .*with dynamic_batch=False$"),
         (NotFinite, IMAGES, r"not finite"),
     ],
 )

@@ -116,6 +116,7 @@ def export_onnx(
         add_softmax(prepared.model)
     cases = make_cases(prepared.model, _variants(arguments, dynamic_batch, dynamic_size), arguments)
     notes = [*prepared.notes, *tensors_only.notes]
+    notes += [f"argument {name} is fixed: {value!r}" for name, value in arguments.fixed.items()]
     program = capture(
         prepared.model,
         _capturable(arguments, dynamic_batch),

@@ -100,8 +100,10 @@ def translate(program: ExportedProgram, opset: int, outputs: Sequence[str]) -> i
     if onnx_program is None:
         raise BnconvertError("export: torch gave no ONNX program; update torch")
     model = onnx_program.model
-    _clean(model)
-    _rename(model, outputs)
+    inputs = [value.name for value in model.graph.inputs]
+    with quiet_log("onnx_ir"):  # it tells what it leaves as it is
+        _clean(model)
+    _rename(model, inputs, outputs)
     common.ClearMetadataAndDocStringPass()(model)
     return model
 
@@ -164,12 +166,13 @@ def _gelu_as_runtimes_know_it(op: Any, x: Any) -> Any:
     return op.Mul(op.Mul(half, x), op.Add(op.Erf(op.Div(x, root)), one))
 
 
-def _rename(model: ir.Model, outputs: Sequence[str]) -> None:
+def _rename(model: ir.Model, inputs: Sequence[str | None], outputs: Sequence[str]) -> None:
     """Give nodes the name of their layer, and values and sizes names that do not vary."""
     graph = model.graph
+    for values, names in ((graph.outputs, outputs), (graph.inputs, inputs)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
     taken = {value.name or "" for value in graph.inputs} | set(outputs)
-    for output, name in zip(graph.outputs, outputs, strict=True):
-        output.name = name
     for node in graph.all_nodes():
         node.name = _first_free(f"{_scope(node)}/{node.op_type}".lstrip("/"), taken)
         for index, value in enumerate(node.outputs):

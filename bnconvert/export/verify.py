@@ -86,14 +86,14 @@ def make_cases(model: nn.Module, variants: Sequence[Arguments], example: Argumen
     cases = []
     for arguments in variants:
         size = arguments.image_size if arguments.image_size != example.image_size else None
-        expected = _run(model, arguments, size)
+        expected = _run(model, arguments, size, example)
         cases.append(Case(arguments, size, expected, exact.run(arguments)))
     _refuse_random(model, cases[0])
     return cases
 
 
 def _refuse_random(model: nn.Module, case: Case) -> None:
-    difference = largest_difference(_run(model, case.arguments, case.size), case.expected)
+    difference = largest_difference(TorchRunner(model).run(case.arguments), case.expected)
     if difference > _REPEATED:
         raise BnconvertError(
             f"model: {type(model).__name__} gives another output each time it runs on the same "
@@ -103,7 +103,7 @@ def _refuse_random(model: nn.Module, case: Case) -> None:
 
 
 def _run(
-    model: nn.Module, arguments: Arguments, size: tuple[int, int] | None
+    model: nn.Module, arguments: Arguments, size: tuple[int, int] | None, example: Arguments
 ) -> dict[str, torch.Tensor]:
     try:
         expected = TorchRunner(model).run(arguments)
@@ -111,10 +111,14 @@ def _run(
         raise
     except Exception as error:
         where, what = "example_inputs", f"with batch size {arguments.batch}"
+        advice = "pass inputs that it accepts"
         if size:
             where, what = "dynamic_size", "on images of {}x{}".format(*size)
+            advice = "export without dynamic_size"
+        elif arguments.batch != example.batch and _runs(model, example):
+            where, advice = "dynamic_batch", "export with dynamic_batch=False"
         raise BnconvertError(
-            f"{where}: {type(model).__name__} does not run {what}: {first_line(error)}"
+            f"{where}: {type(model).__name__} does not run {what}: {first_line(error)}; {advice}"
         ) from error
     if not expected:
         raise BnconvertError(
@@ -127,6 +131,14 @@ def _run(
             "nothing can be proven about its export"
         )
     return expected
+
+
+def _runs(model: nn.Module, arguments: Arguments) -> bool:
+    try:
+        TorchRunner(model).run(arguments)
+    except Exception:
+        return False
+    return True
 
 
 class _Float64:
