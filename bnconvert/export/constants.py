@@ -38,9 +38,15 @@ def _is_worthwhile(graph: FoldGraph, node: fx.Node) -> bool:
         return False
     if any(reader.op == "output" for reader in readers):
         return False
-    fake, stored = node.meta["val"], _stored(graph, node)
-    room = sum(source.meta["val"].numel() for source in stored)
-    return bool(stored) and fake.is_floating_point() and fake.numel() <= room
+    if not node.meta["val"].is_floating_point():
+        return False
+    room = sum(_bytes(source) for source in _stored(graph, node))
+    return 0 < _bytes(node) <= room
+
+
+def _bytes(node: fx.Node) -> int:
+    fake = node.meta["val"]
+    return int(fake.numel()) * int(fake.itemsize)
 
 
 def _is_computed(graph: FoldGraph, node: fx.Node) -> bool:
