@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bnconvert import BnconvertError, fold_batchnorm, plan_fold_batchnorm
+from bnconvert.errors import VerificationError
+from bnconvert.fold import FoldReport, plan_fold_exported
 from bnconvert.fold.mirror import mirror
 from bnconvert.testing import randomize_batchnorm
 from tests.fold_support import image
@@ -140,6 +142,34 @@ def test_a_norm_alone_is_left() -> None:
     assert report.left[0].name == ""
     with pytest.raises(BnconvertError, match=r"expected a torch.nn.Module|ExportedProgram"):
         fold_batchnorm(image(), image())  # type: ignore[type-var]
+
+
+class Magnifies(nn.Module):
+    """Takes the differences between two inputs times about 1.6, over and over."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.conv, self.bn, self.times = nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), times
+        randomize_batchnorm(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.bn(self.conv(x)).sigmoid()
+        for _ in range(self.times):
+            y = 3.9 * y * (1 - y)
+        return y
+
+
+def test_a_model_that_magnifies_rounding_is_measured_by_what_it_does_to_its_last_bit() -> None:
+    """A mistake in the norm still shows: in such a model it is of the size of the values."""
+    torch.manual_seed(0)
+    model = Magnifies(33).eval()
+    program = torch.export.export(model, (image(),))
+    for plan in (plan_fold_batchnorm(model, image()), plan_fold_exported(program)):
+        assert isinstance(plan.report, FoldReport)
+        assert plan.report.proof is not None
+        assert 1e-9 < plan.report.proof.float64 < 1e-6
+    with pytest.raises(VerificationError, match="where 1e-06 is allowed; the first layer"):
+        plan_fold_batchnorm(Magnifies(60).eval(), image())
 
 
 def test_a_mirror_shares_no_tensor_and_keeps_sharing_inside() -> None:

@@ -64,7 +64,7 @@ def _why(error: Exception, dynamic_batch: bool, dynamic_size: bool) -> str:
         )
     if "onstraint" in str(error) and (dynamic_batch or dynamic_size):
         option = "dynamic_size" if dynamic_size else "dynamic_batch"
-        return f"capture: the model fixes a dimension that is to stay open; export with {option}=False"
+        return f"capture: the model fixes a dimension that shall stay open; pass {option}=False"
     return (
         f"capture: torch.export fails{place(error)}: {text}; it must be able to follow the "
         "model's forward, without NumPy and control flow that depends on data"

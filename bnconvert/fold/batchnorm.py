@@ -29,6 +29,7 @@ from bnconvert.fold.proof import (
     first_difference,
     random_like,
     relative_difference,
+    rounding_limit,
 )
 from bnconvert.fold.reparameterize import find_blocks
 from bnconvert.fold.report import FoldReport, count_ways, layer_report
@@ -290,7 +291,10 @@ class _Folding:
             largest = max(map(relative_difference, originals, folded))
             if not largest <= LIMIT:
                 original = mirror(self.model, torch.float64)
-                raise failed_proof(largest, first_difference(original, trial, wide[0], self._moved))
+                limit = rounding_limit(lambda inputs: run(original, inputs, _IN_FLOAT64), wide)
+                if not largest <= limit:
+                    where = first_difference(original, trial, wide[0], self._moved)
+                    raise failed_proof(largest, limit, where)
         del trial
         own = mirror(self.model)
         for edit in self.edits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,14 @@ from bnconvert.fold.interpret import run_in_float64, user_inputs
 from bnconvert.fold.merge import merge_branches
 from bnconvert.fold.norms import find_norms, path_of
 from bnconvert.fold.planner import Group, Planner
-from bnconvert.fold.proof import LIMIT, Proof, failed_proof, random_like, relative_difference
+from bnconvert.fold.proof import (
+    LIMIT,
+    Proof,
+    failed_proof,
+    random_like,
+    relative_difference,
+    rounding_limit,
+)
 from bnconvert.fold.rebuild import drop_unused, rebuild, set_affine, set_weights
 from bnconvert.fold.report import FoldReport, count_ways, layer_report
 from bnconvert.fold.search import Context
@@ -141,14 +149,18 @@ def _left(name: str, kind: str) -> LayerReport:
 def _prove(graph: FoldGraph, folded: ExportedProgram, moved: set[fx.Node]) -> Proof:
     program = graph.program
     original = FoldGraph(program)
-    inputs = user_inputs(program)
-    random = list(random_like(Arguments(tuple(inputs), {}), seed=1).args)
-    largest = max(
-        relative_difference(run_in_float64(original, values), run_in_float64(graph, values))
-        for values in (inputs, random)
-    )
+    given = Arguments(tuple(user_inputs(program)), {}).to(torch.float64)
+    inputs = [given, random_like(given, seed=1)]
+
+    def run(graph: FoldGraph, arguments: Arguments) -> Any:
+        return run_in_float64(graph, list(arguments.args))
+
+    largest = max(relative_difference(run(original, one), run(graph, one)) for one in inputs)
     if not largest <= LIMIT:
-        raise failed_proof(largest, _first_difference(original, graph, inputs, moved))
+        limit = rounding_limit(functools.partial(run, original), inputs)
+        if not largest <= limit:
+            where = _first_difference(original, graph, list(given.args), moved)
+            raise failed_proof(largest, limit, where)
     if program.example_inputs is None:
         return Proof(largest, None)
     args, kwargs = program.example_inputs

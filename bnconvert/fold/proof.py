@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,14 @@ from torch.utils import _pytree as pytree
 from bnconvert.arguments import Arguments, output_tensors
 from bnconvert.errors import VerificationError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 LIMIT = 1e-9
 """Largest relative difference in float64 that a fold may make."""
+
+_ROUNDINGS = 100.0
+_LARGEST_LIMIT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,43 @@ def random_like(arguments: Arguments, seed: int) -> Arguments:
     return arguments.map(draw)
 
 
-def failed_proof(largest: float, where: str) -> VerificationError:
+def rounding_limit(run: Callable[[Arguments], Any], inputs: list[Arguments]) -> float:
+    """Return what a fold may change in a model that magnifies rounding, at least `LIMIT`.
+
+    That is a hundred times what the last bit of its inputs changes in the original, 1e-6 at most.
+
+    Args:
+        run: Runs the original in float64.
+        inputs: What it was compared on, in float64.
+    """
+    changed = (relative_difference(run(one), run(_last_bit_changed(one))) for one in inputs)
+    return min(max(LIMIT, _ROUNDINGS * max(changed)), _LARGEST_LIMIT)
+
+
+def _last_bit_changed(arguments: Arguments) -> Arguments:
+    generator = torch.Generator().manual_seed(2)
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        up = torch.randint(2, tensor.shape, generator=generator).to(tensor.device)
+        return torch.nextafter(tensor, torch.where(up == 1, math.inf, -math.inf).to(tensor))
+
+    return arguments.map(change)
+
+
+def failed_proof(largest: float, limit: float, where: str) -> VerificationError:
     """Return the error for a folded model whose outputs differ.
 
     Args:
         largest: The largest relative difference.
+        limit: What is allowed.
         where: Name of the first layer whose output differs; "" if it is not known.
     """
     first = f"; the first layer to differ is {where}" if where else ""
     return VerificationError(
         f"fold: in float64 the folded model differs from the original by {largest:.3g} relative to "
-        f"the largest value, where {LIMIT:g} is allowed{first}; nothing was changed"
+        f"the largest value, where {limit:.3g} is allowed{first}; nothing was changed"
     )
 
 
