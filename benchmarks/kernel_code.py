@@ -19,7 +19,7 @@ import torch
 from bnconvert.kernels import nvrtc
 from bnconvert.kernels.variants import KERNELS, Variant, all_variants, translation_unit
 from bnconvert.report import format_table
-from tests.sass import cuobjdump, disassemble
+from tests.sass import Kernel, cuobjdump, disassemble
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
@@ -70,9 +70,6 @@ def examine(variants: list[Variant], architecture: int) -> list[dict[str, Any]]:
     rows = []
     for variant in variants:
         kernel = kernels[variant.name]
-        loop = kernel.hot_loop()
-        streams = (2 if variant.kernel.startswith("backward") else 1) + variant.residual
-        loads = loop.count(r"\bLDG\b")
         rows.append(
             {
                 "sm": architecture,
@@ -84,10 +81,17 @@ def examine(variants: list[Variant], architecture: int) -> list[dict[str, Any]]:
                 "stack": kernel.stack,
                 "local": kernel.local,
                 "spills": kernel.count(r"\b(LDL|STL)\b"),
-                "per_element": len(loop.instructions) * streams / (loads * variant.width),
+                "per_element": per_element(kernel, variant) if is_common(variant) else None,
             }
         )
     return rows
+
+
+def per_element(kernel: Kernel, variant: Variant) -> float:
+    """Return the instructions for each element in the loop over the elements."""
+    loop = kernel.hot_loop()
+    streams = (2 if variant.kernel.startswith("backward") else 1) + variant.residual
+    return len(loop.instructions) * streams / (loop.count(r"\bLDG\b") * variant.width)
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:

@@ -53,7 +53,7 @@ def main() -> None:
             file.flush()
             if time.monotonic() - started > options.minutes * 60:
                 break
-    text = summarise([results[name] for name in names if name in results])
+    text = summarise([results[name] for name in names if name in results], len(names))
     options.summary.write_text(text, encoding="utf-8")
     sys.stdout.write(text)
 
@@ -186,8 +186,8 @@ def smallest_input(model: torch.nn.Module) -> torch.Tensor:
     raise RuntimeError(f"takes no input up to {tuple(own)}: {reason}")
 
 
-def summarise(results: list[dict[str, Any]]) -> str:
-    """Return the summary of all results as Markdown, failures last."""
+def summarise(results: list[dict[str, Any]], total: int) -> str:
+    """Return the summary of the results for some or all of the models, failures last."""
     import timm
 
     by_status = {
@@ -206,7 +206,7 @@ def summarise(results: list[dict[str, Any]]) -> str:
         f"{torch.__version__}: module trees, random weights and statistics, each proved in float64",
         "at the smallest input that the model takes.",
         "",
-        f"- models looked at: {len(results)}, with BatchNorm: {len(results) - without}",
+        f"- models looked at: {len(results)} of {total}, with BatchNorm: {len(results) - without}",
         f"- folded and proved: {len(folded)}; every BatchNorm in {whole} of them",
         f"- BatchNorm layers in them: {norms}, of which {norms - left} are folded and {left} left",
         f"- largest relative difference: {wide:.1e} in float64, {own:.1e} in float32",
