@@ -46,7 +46,7 @@ class Arguments:
         """What is no tensor and not None, by its place in the call: `0` or `scale`."""
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
         return {
-            "_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:]): leaf
+            "_".join(_keys(path[1:])): leaf  # the first key tells args from kwargs
             for path, leaf in leaves
             if leaf is not None and not isinstance(leaf, torch.Tensor)
         }
@@ -194,12 +194,12 @@ def output_names(output: Any) -> list[str]:
     return _unique([_path_name(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)])
 
 
-def other_outputs(output: Any) -> list[tuple[str, Any]]:
-    """Return what is not a tensor in a model's output, with names made in the same way."""
+def other_outputs(output: Any) -> dict[str, Any]:
+    """Return what is not a tensor in a model's output, by names made in the same way."""
     leaves, _ = pytree.tree_flatten_with_path(output)
     others = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
     names = _unique([_path_name(path) for path, _ in others])
-    return list(zip(names, (leaf for _, leaf in others), strict=True))
+    return dict(zip(names, (leaf for _, leaf in others), strict=True))
 
 
 def output_tensors(output: Any) -> list[torch.Tensor]:
@@ -207,10 +207,12 @@ def output_tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
+def _keys(path: tuple[Any, ...]) -> list[str]:
+    return [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path]
+
+
 def _path_name(path: tuple[Any, ...]) -> str:
-    parts = [
-        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path
-    ]
+    parts = _keys(path)
     return "_".join(parts if parts and not parts[0].isdigit() else ["output", *parts])
 
 

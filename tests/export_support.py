@@ -16,7 +16,7 @@ def make_net() -> nn.Sequential:
         nn.Conv2d(3, 8, 3, padding=1),
         nn.BatchNorm2d(8),
         nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
         nn.BatchNorm2d(8),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),

@@ -15,28 +15,11 @@ from bnconvert import BnconvertError, export_onnx
 from bnconvert.comparison.runners import RuntimeLevel
 from bnconvert.errors import VerificationError
 from bnconvert.testing import randomize_batchnorm
+from tests.export_support import IMAGES, make_net
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-
-
-def make_net() -> nn.Sequential:
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
-        nn.BatchNorm2d(8),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 5),
-    )
-    randomize_batchnorm(net)
-    net.eval()
-    return net
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -101,7 +84,7 @@ def test_static_batch_takes_the_size_of_the_example(tmp_path: Path) -> None:
     report = export_onnx(make_net(), tmp_path / "net.onnx", IMAGES, dynamic_batch=False)
     assert {check.batch for check in report.checks} == {2}
     dims = onnx.load(tmp_path / "net.onnx").graph.input[0].type.tensor_type.shape.dim
-    assert [dim.dim_value for dim in dims] == [2, 3, 12, 12]
+    assert [dim.dim_value for dim in dims] == list(IMAGES.shape)
 
 
 class TwoInputs(nn.Module):

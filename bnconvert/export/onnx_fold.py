@@ -131,7 +131,9 @@ def _read(path: Path) -> ir.Model:
         raise BnconvertError(f"{path}: is not an ONNX model: {first_line(error)}") from error
     if not len(model.graph) or not model.graph.outputs:
         raise BnconvertError(f"{path}: holds no graph; pass an ONNX model")
-    refuse_missing_weights(path)
+    stored = [value.const_value for value in model.graph.initializers.values()]
+    if any(isinstance(tensor, ir.ExternalTensor) for tensor in stored):
+        refuse_missing_weights(path)
     return model
 
 

@@ -48,7 +48,7 @@ class TensorsOnly:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the tensors by name where there is something else, else None."""
-        self.left_out = {name: type(value).__name__ for name, value in other_outputs(output)}
+        self.left_out = {n: type(value).__name__ for n, value in other_outputs(output).items()}
         if not self.left_out:
             return None
         return dict(zip(output_names(output), output_tensors(output), strict=True))

@@ -86,7 +86,9 @@ def constant_map(graph: FoldGraph, node: fx.Node) -> ConstantMap | None:
     sources = [value for value in operands if isinstance(value, fx.Node)]
     options = dict(zip(("alpha",), node.args[2:], strict=False)) | node.kwargs
     alpha = options.pop("alpha", 1)
-    if len(sources) != 1 or None in operands or options or not isinstance(alpha, (int, float)):
+    if not isinstance(alpha, (int, float)) or options or len(sources) != 1:
+        return None
+    if any(value is None for value in operands):
         return None
     source, first = sources[0], operands[0] is sources[0]
     fake = source.meta["val"]
