@@ -41,10 +41,16 @@ class Examples(Dataset[tuple["Tensor", int]]):
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators that transforms and dropout draw from."""
+    """Seed the generators that transforms and dropout draw from.
+
+    `torch.manual_seed` records a stack trace for every device library that is not in use, which
+    takes longer than loading a small image.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (timm draws from the global generator)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 @dataclass(frozen=True)
