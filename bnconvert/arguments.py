@@ -170,7 +170,7 @@ def data_config(model: nn.Module) -> dict[str, Any]:
     if not getattr(model, "pretrained_cfg", None) and not getattr(model, "default_cfg", None):
         raise BnconvertError(
             f"example_inputs: {type(model).__name__} has no timm configuration that gives its "
-            "input size; pass example inputs"
+            "input size; pass example inputs (--input-size)"
         )
     from timm.data import resolve_model_data_config
 

@@ -132,7 +132,10 @@ def _from_callable(module: str, name: str) -> nn.Module:
     if not callable(target):
         raise BnconvertError(f"{spec}: is a {type(target).__name__}; name a function or a class")
     with _explained(spec, "calling it without arguments failed"):
-        model = target()
+        try:
+            model = target()
+        except SystemExit as end:
+            raise RuntimeError(f"it ends the program with {end.code!r}") from end
     if not isinstance(model, nn.Module):
         raise BnconvertError(
             f"{spec}: returned a {type(model).__name__}; it must return a torch.nn.Module"

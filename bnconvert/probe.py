@@ -44,19 +44,33 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     flags = [module.training for module in modules]
-    saved = [(b, b._version, b.clone()) for b in model.buffers() if b.device.type != "meta"]
     try:
         for module in modules:
             module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), buffers_kept(model):
             yield
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Run the body without gradients, and put the buffers back where it wrote to them."""
+    saved = [(b, _version(b), b.clone()) for b in model.buffers() if b.device.type != "meta"]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
         with torch.no_grad():
             for buffer, version, value in saved:
-                if buffer._version != version:
+                if version is None or _version(buffer) != version:
                     buffer.copy_(value)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None for inference tensors, which do not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def input_dims(

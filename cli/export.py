@@ -9,6 +9,8 @@ import click
 
 from bnconvert.cli.output import (
     exit_if_left,
+    images_of_size,
+    input_size_option,
     json_option,
     model_argument,
     output_options,
@@ -20,10 +22,15 @@ from bnconvert.cli.output import (
 @click.command("export")
 @model_argument
 @output_options("ONNX file")
+@input_size_option
 @click.option("--opset", type=int, help="Version of the ONNX operator set. [default: 18]")
 @click.option("--static-batch", is_flag=True, help="Fix the batch size to --batch-size.")
 @click.option(
-    "--batch-size", type=int, default=1, show_default=True, help="The size that is fixed."
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="The size that is fixed.",
 )
 @click.option("--dynamic-size", is_flag=True, help="Leave height and width of images open.")
 @click.option("--no-fold", is_flag=True, help="Keep BatchNorm as nodes of their own.")
@@ -56,6 +63,7 @@ def command(
     checkpoint: str | None,
     output: str,
     force: bool,
+    input_size: str | None,
     batch_size: int,
     fp16: bool,
     static_batch: bool,
@@ -73,7 +81,7 @@ def command(
     """
     import torch
 
-    from bnconvert.arguments import input_size, random_images
+    from bnconvert.arguments import make_arguments
     from bnconvert.export import export_onnx
     from bnconvert.export.files import check_destination
     from bnconvert.export.metadata import checkpoint_entries
@@ -81,7 +89,9 @@ def command(
 
     check_destination(Path(output), overwrite=force)
     loaded = load_model(model, checkpoint)
-    inputs = random_images(input_size(loaded), batch_size) if static_batch else None
+    inputs = images_of_size(input_size, batch_size if static_batch else 2)
+    if inputs is None and static_batch:
+        inputs = make_arguments(loaded, None).with_batch(batch_size).tensors[0]
     report = export_onnx(
         loaded,
         output,

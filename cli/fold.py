@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from bnconvert.cli.output import (
     exit_if_left,
+    images_of_size,
+    input_size_option,
     json_option,
     model_argument,
     output_options,
@@ -16,19 +16,12 @@ from bnconvert.cli.output import (
     strict_option,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 @click.command("fold")
 @model_argument
 @output_options("model folder")
 @selection_options
-@click.option(
-    "--input-size",
-    metavar="CxHxW",
-    help="Size of the images to capture the model with. [default: the model's own]",
-)
+@input_size_option
 @click.option("--clone-shared", is_flag=True, help="Copy modules that stand under several names.")
 @click.option(
     "--keep-activations", is_flag=True, help="Never turn a ReLU into a clamp per channel."
@@ -66,7 +59,7 @@ def command(
 
     check_output(output, overwrite=force)
     loaded = load_model(model, checkpoint).eval()
-    images = make_arguments(loaded, _images(input_size)).tensors[0]
+    images = make_arguments(loaded, images_of_size(input_size, 2)).tensors[0]
     plan = plan_fold_batchnorm(
         loaded,
         images,
@@ -84,16 +77,3 @@ def command(
         save_model(folded, output, overwrite=force)
     show(summary, as_json)
     exit_if_left(plan.report, strict)
-
-
-def _images(size: str | None) -> Tensor | None:
-    """Return two random images of a size given as text, or None for the model's own size."""
-    if size is None:
-        return None
-    from bnconvert.arguments import random_images
-    from bnconvert.cli.output import UsageError
-
-    parts = size.lower().split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-        raise UsageError(f"--input-size {size}: is not of the form CxHxW, such as 3x224x224")
-    return random_images(tuple(map(int, parts)), 2)

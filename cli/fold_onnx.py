@@ -27,9 +27,8 @@ from bnconvert.cli.output import (
 @click.option(
     "--tolerance",
     type=float,
-    default=1e-4,
-    show_default=True,
-    help="Largest accepted relative difference in onnxruntime.",
+    help="Largest accepted relative difference in onnxruntime. [default: 1e-4; 2e-2 where the file "
+    "holds float16 weights]",
 )
 @strict_option
 @json_option
@@ -39,7 +38,7 @@ def command(
     force: bool,
     dry_run: bool,
     shapes: tuple[str, ...],
-    tolerance: float,
+    tolerance: float | None,
     strict: bool,
     as_json: bool,
 ) -> None:
@@ -67,6 +66,6 @@ def _shape(text: str) -> tuple[str, list[int]]:
         shape = [int(size) for size in sizes.split(",")]
     except ValueError:
         shape = []
-    if not colon or not shape or min(shape) < 0:
+    if not colon or not shape or min(shape) < 1:
         raise UsageError(f"--shape: {text} is not NAME:N,N,...; write for example x:1,3,48,192")
     return name, shape

@@ -16,6 +16,8 @@ from bnconvert.errors import BnconvertError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from bnconvert.report import Report
 
 EXIT_LEFT = 3
@@ -85,6 +87,38 @@ def output_options(kind: str) -> Callable[[Callable[..., Any]], Callable[..., An
         )(command)
 
     return decorate
+
+
+def input_size_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--input-size`."""
+    return click.option(
+        "--input-size",
+        metavar="CxHxW",
+        help="Size of the images to capture the model with. [default: the model's own]",
+    )(command)
+
+
+def images_of_size(size: str | None, batch: int) -> Tensor | None:
+    """Return random images of a size given as text, or None for the model's own size.
+
+    Raises:
+        UsageError: The text is no size.
+    """
+    if size is None:
+        return None
+    from bnconvert.arguments import random_images
+
+    parts = size.lower().split("x")
+    if len(parts) != 3 or not all(map(_is_size, parts)):
+        raise UsageError(f"--input-size {size}: is not of the form CxHxW, such as 3x224x224")
+    return random_images(tuple(map(int, parts)), batch)
+
+
+_LARGEST_SIZE = 16384
+
+
+def _is_size(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 0 < int(text) <= _LARGEST_SIZE
 
 
 def strict_option(command: Callable[..., Any]) -> Callable[..., Any]:

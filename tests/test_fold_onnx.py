@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 import pytest
 
 from bnconvert.export import fold_onnx
+from bnconvert.report import Outcome
 from tests.onnx_graph import C, Graph, conv, count
 
 if TYPE_CHECKING:
@@ -188,3 +190,60 @@ def test_every_opset_with_per_channel_statistics(tmp_path: Path, opset: int) -> 
     source = g.save(tmp_path / "in.onnx", [build_conv(g)], opset=opset)
     assert not fold_onnx(source, tmp_path / "out.onnx").left
     assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == opset
+
+
+def test_a_norm_in_a_function_of_the_file_is_folded(tmp_path: Path) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [g.norm(conv(g, "x"))])
+    model = onnx.load(source)
+    norm = model.graph.node.pop()
+    imports = [onnx.helper.make_opsetid("", 17)]
+    block = onnx.helper.make_function("own", "Block", norm.input, norm.output, [norm], imports)
+    model.functions.append(block)
+    call = onnx.helper.make_node("Block", norm.input, norm.output, domain="own", name="call")
+    model.graph.node.append(call)
+    model.opset_import.append(onnx.helper.make_opsetid("own", 1))
+    onnx.save(model, source)
+    assert fold_onnx(source, tmp_path / "out.onnx").count(Outcome.FOLDED) == 1
+
+
+def test_the_default_epsilon_is_that_of_float32(tmp_path: Path) -> None:
+    g = Graph()
+    y = g.norm(conv(g, "x"))
+    g.weights[-1].raw_data = np.full(C, 5e-5, np.float32).tobytes()
+    report = fold_onnx(g.save(tmp_path / "in.onnx", [y]), tmp_path / "out.onnx")
+    assert report.float64 is not None
+    assert report.float64 < 1e-12
+
+
+def test_readers_without_names_are_told_apart(tmp_path: Path) -> None:
+    g = Graph()
+    y = g.norm(g.call("Relu", "x"))
+    outputs = [conv(g, y), conv(g, y)]
+    for node in g.nodes:
+        node.name = ""
+    assert not fold_onnx(g.save(tmp_path / "in.onnx", outputs), tmp_path / "out.onnx").left
+
+
+def test_names_that_values_have_are_not_taken(tmp_path: Path) -> None:
+    g = Graph()
+    y = g.norm(conv(g, "x"))
+    z = g.call("Relu", y)
+    g.nodes[-1].output[0] = "n0_weight"
+    source = g.save(tmp_path / "in.onnx", ["n0_weight" if z else ""])
+    assert not fold_onnx(source, tmp_path / "out.onnx").left
+
+
+def test_a_file_in_half_precision_is_accepted(tmp_path: Path) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [g.norm(conv(g, g.norm(conv(g, "x"))))])
+    model = onnx.load(source)
+    for tensor in model.graph.initializer:
+        half = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(half, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    onnx.save(model, source)
+    report = fold_onnx(source, tmp_path / "out.onnx")
+    assert not report.left
+    assert 0.0 < max(difference for _, difference in report.runtime) < 2e-2

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from onnx import helper
 
-from bnconvert.errors import VerificationError
+from bnconvert.errors import BnconvertError, VerificationError
 from bnconvert.export import fold_onnx, onnx_folding
 from bnconvert.fold.algebra import batchnorm_affine
 from bnconvert.report import Outcome
@@ -86,6 +87,17 @@ def left_training(g: Graph) -> list[str]:
     return [y, "mean", "var"]
 
 
+def left_old_training(g: Graph) -> list[str]:
+    y = g.norm(conv(g, "x"))
+    g.nodes[-1].output.extend(["mean", "var", "saved_mean", "saved_var"])
+    return [y]
+
+
+def left_scaled_with_others(g: Graph) -> list[str]:
+    joined = g.call("Concat", g.norm(g.call("Relu", "x")), "x", axis=1)
+    return [conv(g, g.call("Mul", joined, g.weight()), C, 2 * C)]
+
+
 def left_graph_input(g: Graph) -> list[str]:
     return [g.norm("x")]
 
@@ -108,6 +120,7 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_concat_of_input, "its input is an input of the graph"),
         (left_concat_of_other_rows, "Concat n2 joins along another axis than that of its channels"),
         (left_training, "it is in training mode"),
+        (left_scaled_with_others, "its reader Mul n3 is not linear"),
     ],
 )
 def test_what_cannot_go_is_left_with_its_reason(tmp_path: Path, build: Any, reason: str) -> None:
@@ -117,6 +130,30 @@ def test_what_cannot_go_is_left_with_its_reason(tmp_path: Path, build: Any, reas
     assert [layer.outcome for layer in report.layers] == [Outcome.LEFT]
     assert reason in report.layers[0].reason
     assert count(tmp_path / "out.onnx") == 1
+
+
+def test_extra_outputs_are_training_mode_where_there_is_no_attribute(tmp_path: Path) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", left_old_training(g), shape=(2, C, 8, 8), opset=13)
+    report = fold_onnx(source, None)
+    assert "so it is in training mode" in report.layers[0].reason
+
+
+@pytest.mark.parametrize("shape", [[0, C, 8, 8], [2, C, -8, 8], [99999999999999999999, C, 8, 8]])
+def test_sizes_that_prove_nothing_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [build_conv(g)])
+    with pytest.raises(BnconvertError, match=r"shapes: x is .*; give sizes of at least 1"):
+        fold_onnx(source, tmp_path / "out.onnx", shapes={"x": shape})
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [build_conv(g)])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BnconvertError, match="is a device or pipe"):
+        fold_onnx(source, tmp_path / "pipe", overwrite=True)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_shared_weights_stay_for_the_other_reader(tmp_path: Path) -> None:

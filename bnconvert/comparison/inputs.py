@@ -94,11 +94,17 @@ def _config(models: Sequence[Model]) -> dict[str, Any] | None:
     for model in models:
         if isinstance(model, Path):
             metadata = read_metadata(model)
-            if {"input_size", "mean", "std"} <= metadata.keys():
+            known = {"input_size", "mean", "std"} <= metadata.keys()
+            if known and _is_size(metadata["input_size"]):
                 return {key: metadata[key] for key in _DATA_KEYS if key in metadata}
         elif getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
             return data_config(model)
     return None
+
+
+def _is_size(value: Any) -> bool:
+    sizes = value if isinstance(value, list) else []
+    return len(sizes) == 3 and all(isinstance(size, int) and size > 0 for size in sizes)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

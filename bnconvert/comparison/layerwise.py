@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from bnconvert.arguments import output_tensors
 from bnconvert.comparison.runners import OnnxRunner, RuntimeLevel
+from bnconvert.probe import buffers_kept
 
 if TYPE_CHECKING:
     from bnconvert.arguments import Arguments
@@ -43,9 +45,10 @@ def module_layers(model: nn.Module, arguments: Arguments) -> dict[str, torch.Ten
             values[f"{names[module]}#{calls}" if calls else names[module]] = output.detach().clone()
 
     handles = [module.register_forward_hook(record) for module in names if names[module]]
+    own = arguments.map(torch.clone)  # a forward may write into its input
     try:
-        with torch.no_grad():
-            output = model(*arguments.args, **arguments.kwargs)
+        with buffers_kept(model):
+            output = model(*own.args, **own.kwargs)
     finally:
         for handle in handles:
             handle.remove()
@@ -79,11 +82,25 @@ def layer_values(model: onnx.ModelProto) -> dict[str, str]:
             last.pop(name, None)  # so that the order is that of the last node
             last[name] = node.output[0]
     metadata = {entry.key: entry.value for entry in model.metadata_props}
-    folded: dict[str, str] = json.loads(metadata.get(FOLDED_KEY, "{}"))
-    moved = set(json.loads(metadata.get(MOVED_KEY, "[]")))
+    folded, moved = _entry(metadata, FOLDED_KEY, {}), _entry(metadata, MOVED_KEY, [])
     takers = {taker: norm for norm, taker in folded.items()}
     named = ((takers.get(name, name), value) for name, value in last.items())
     return {name: value for name, value in named if name not in moved}
+
+
+def _entry(metadata: dict[str, str], key: str, default: Any) -> Any:
+    """Return what a file says under a key; it may have another author who means another thing."""
+    try:
+        value = json.loads(metadata[key])
+    except (KeyError, ValueError):
+        return default
+    items = [*value.items()] if isinstance(value, dict) else value
+    texts = isinstance(value, type(default)) and pytree.tree_all(_is_text, items)
+    return value if texts else default
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def all_values(path: Path, arguments: Arguments, level: RuntimeLevel) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from bnconvert.arguments import Arguments, output_names, output_tensors
 from bnconvert.errors import BnconvertError, first_line
+from bnconvert.probe import buffers_kept
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -45,8 +46,9 @@ class TorchRunner:
 
     def run(self, arguments: Arguments) -> dict[str, torch.Tensor]:
         """Return the outputs by name, detached."""
-        with torch.no_grad():
-            output = self._model(*arguments.args, **arguments.kwargs)
+        own = arguments.map(torch.clone)  # a forward may write into its input
+        with buffers_kept(self._model):
+            output = self._model(*own.args, **own.kwargs)
         tensors = [tensor.detach().cpu() for tensor in output_tensors(output)]
         return dict(zip(output_names(output), tensors, strict=True))
 
@@ -99,7 +101,10 @@ class OnnxRunner:
         except Exception as error:  # onnxruntime has no public base class of its errors
             raise BnconvertError(f"{self.name}: onnxruntime fails: {first_line(error)}") from error
         names = [entry.name for entry in self._session.get_outputs()]
-        return {n: torch.from_numpy(np.asarray(v)) for n, v in zip(names, values, strict=True)}
+        named = zip(names, map(np.asarray, values), strict=True)
+        return {
+            name: torch.from_numpy(value) for name, value in named if value.dtype.kind in "biufc"
+        }
 
 
 def refuse_missing_weights(path: Path) -> None:

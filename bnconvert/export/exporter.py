@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,6 +105,8 @@ def export_onnx(
         raise BnconvertError(
             f"external_data: {external_data!r} is not offered; pass True, False or 'auto'"
         )
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise BnconvertError(f"tolerance: is {tolerance}; give a finite number of at least 0")
     arguments = make_arguments(model, example_inputs)
     prepared = prepare(model)
     arguments = arguments.to(torch.float32)
@@ -156,7 +159,10 @@ def _entries(
     if metadata is False:
         return {}
     entries = describe(model, preprocess=preprocess, softmax=softmax)
-    return entries | (dict(metadata) if isinstance(metadata, Mapping) else {})
+    own = dict(metadata) if isinstance(metadata, Mapping) else {}
+    if not all(isinstance(text, str) for entry in own.items() for text in entry):
+        raise BnconvertError("metadata: holds what is no text; pass text by text")
+    return entries | own
 
 
 def _variants(arguments: Arguments, dynamic_batch: bool, dynamic_size: bool) -> list[Arguments]:

@@ -32,6 +32,8 @@ def check_destination(path: Path, overwrite: bool) -> None:
     """
     if path.is_dir():
         raise BnconvertError(f"{path}: is a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        raise BnconvertError(f"{path}: is a device or pipe, not a file; give the name of a file")
     if path.exists() and not overwrite:
         raise BnconvertError(f"{path}: exists; pass overwrite=True (--force) to replace it")
     if not path.parent.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,12 @@ LIMIT = 1e-9
 TOLERANCE = 1e-4
 """Largest relative difference in onnxruntime, in the file's own precision."""
 
+HALF_TOLERANCE = 2e-2
+"""The same for a file that holds float16 or bfloat16 weights."""
+
 _OPEN_BATCHES = (3, 2)  # folding looks at the shapes of the first, so another proves generality
 _OPEN_SIZE = 64
+_LARGEST_SIZE = 2**31
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def fold_onnx(
     path: str | os.PathLike[str] | None,
     *,
     shapes: Mapping[str, Sequence[int]] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     overwrite: bool = False,
 ) -> OnnxFoldReport:
     """Fold the BatchNormalization nodes of an ONNX file into the operators around them.
@@ -86,7 +91,8 @@ def fold_onnx(
         path: The file to write; None writes none and only reports.
         shapes: Shapes of inputs to run the proof on, by name. An input that is not named has three
             and then two rows where the first dimension is open, and 64 in other open dimensions.
-        tolerance: Largest accepted max|a - b| / max|b| of an output in onnxruntime.
+        tolerance: Largest accepted max|a - b| / max|b| of an output in onnxruntime; None for 1e-4,
+            and 2e-2 where the file holds weights of half precision.
         overwrite: Replace an existing file.
 
     Returns:
@@ -98,11 +104,17 @@ def fold_onnx(
         VerificationError: The folded graph differs; nothing was written.
     """
     source = Path(source)
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise BnconvertError(f"tolerance: is {tolerance}; give a finite number of at least 0")
     if path is not None:
         check_destination(Path(path), overwrite)
         if Path(path).resolve() == source.resolve():
             raise BnconvertError(f"{path}: is the input itself; give another output")
     model = _read(source)
+    if path is not None and Path(path).resolve() in _companions(model, source):
+        raise BnconvertError(f"{path}: holds the weights of the input; give another output")
+    if tolerance is None:
+        tolerance = HALF_TOLERANCE if _is_half(model) else TOLERANCE
     before = sum(1 for _ in model.graph.all_nodes())
     inputs = [_random_inputs(source, shapes or {}, batch) for batch in _OPEN_BATCHES]
     seen = _shapes_of_values(source, inputs[0])
@@ -127,14 +139,39 @@ def _read(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
         model.graph.sort()
+        if model.functions:
+            common.InlinePass()(model)
     except Exception as error:  # protobuf's DecodeError has no public name
-        raise BnconvertError(f"{path}: is not an ONNX model: {first_line(error)}") from error
+        raise BnconvertError(
+            f"{path}: is not an ONNX model: {first_line(_cause(error))}"
+        ) from error
     if not len(model.graph) or not model.graph.outputs:
         raise BnconvertError(f"{path}: holds no graph; pass an ONNX model")
     stored = [value.const_value for value in model.graph.initializers.values()]
     if any(isinstance(tensor, ir.ExternalTensor) for tensor in stored):
         refuse_missing_weights(path)
     return model
+
+
+def _cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _companions(model: ir.Model, source: Path) -> set[Path]:
+    """Return the files that hold weights of a model."""
+    stored = (value.const_value for value in model.graph.initializers.values())
+    places = {tensor.location for tensor in stored if isinstance(tensor, ir.ExternalTensor)}
+    return {(source.parent / place).resolve() for place in places}
+
+
+def _is_half(model: ir.Model) -> bool:
+    halves = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+    nodes = (node.attributes.get("value") for node in model.graph.all_nodes())
+    constants = [a.as_tensor() for a in nodes if a and a.type == ir.AttributeType.TENSOR]
+    stored = [value.const_value for value in model.graph.initializers.values()]
+    return any(tensor is not None and tensor.dtype in halves for tensor in (*stored, *constants))
 
 
 def _shapes_of_values(path: Path, arguments: Arguments) -> dict[str, tuple[int, ...]]:
@@ -151,6 +188,9 @@ def _random_inputs(path: Path, shapes: Mapping[str, Sequence[int]], batch: int) 
             f"shapes: {path.name} has no input {', '.join(unknown)}; it has "
             f"{', '.join(sorted(names))}"
         )
+    for name, given in shapes.items():
+        if not all(0 < size < _LARGEST_SIZE for size in given):
+            raise BnconvertError(f"shapes: {name} is {list(given)}; give sizes of at least 1")
     generator = np.random.default_rng(batch)
     values = {}
     for entry in runner.inputs:
@@ -158,7 +198,13 @@ def _random_inputs(path: Path, shapes: Mapping[str, Sequence[int]], batch: int) 
             size if isinstance(size, int) and size > 0 else _OPEN_SIZE if axis else batch
             for axis, size in enumerate(entry.shape)
         ]
-        values[entry.name] = _random(entry.type, tuple(shape), generator)
+        try:
+            values[entry.name] = _random(entry.type, tuple(shape), generator)
+        except (TypeError, MemoryError) as error:
+            raise BnconvertError(
+                f"{path}: its input {entry.name}, {entry.type} of shape {shape}, cannot be given "
+                f"values to prove the result on: {first_line(error)}"
+            ) from error
     return Arguments((), values)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _NORM = "BatchNormalization"
 _OPTIONAL_INITIALIZER_INPUTS = 4  # since this version of the file format
+_EPSILON = torch.tensor(1e-5).item()  # attributes are float32, their defaults too
 _PER_CHANNEL = 9  # since this opset, statistics are per channel by definition
 
 
@@ -108,10 +109,12 @@ def _affine(model: ir.Model, node: ir.Node) -> Affine:
         raise BlockedError(f"opset {version} lets statistics be per value; convert to 9 or higher")
     if "training_mode" in node.attributes and node.attributes["training_mode"].as_int():
         raise BlockedError("it is in training mode and normalises by the batch")
+    if any(output.name for output in node.outputs[1:]):
+        raise BlockedError("it gives the batch's statistics, so it is in training mode")
     scale, bias, mean, var = (constant(value) for value in node.inputs[1:5])
     if scale is None or bias is None or mean is None or var is None:
         raise BlockedError("its weights or statistics are computed")
-    eps = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    eps = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else _EPSILON
     affine = batchnorm_affine(mean, var, eps, scale, bias)
     for part, values in (("scale", affine.scale), ("shift", affine.shift)):
         cast(values, torch.float64, f"{label(node)}: its {part}")
@@ -181,8 +184,11 @@ def _arithmetic(
     """Return the varying input of a sum, product or quotient with a constant, and its map.
 
     Returns:
-        None for anything else, and where the constant differs within a channel.
+        None for anything else, where the constant differs within a channel, and where other
+        values than the norm's pass through it.
     """
+    if (track.channels < 0).any():  # it also changes channels that are not the norm's
+        return None
     one, zero = torch.ones(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     if node.op_type == "Neg" and node.inputs[0] is not None:
         return node.inputs[0], Affine(-one, zero)
@@ -231,7 +237,7 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     result = node.outputs[0]
     channels = torch.arange(len(affine.scale)).numpy()
     edits: list[Callable[[], None]] = []
-    into: list[str] = []
+    into: dict[ir.Node, str] = {}
     pending = [(result, affine, Track(1, channels))]
     while pending:
         value, affine, track = pending.pop()
@@ -249,13 +255,13 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
                 joined = through_concat(reader, use.idx, track, shapes)
                 pending.append((reader.outputs[0], affine, joined))
             elif reader.op_type in SITES and use.idx == 0 and not reader.domain:
-                if label(reader) in into:
+                if reader in into:
                     raise BlockedError(f"its reader {label(reader)} is reached on two ways")
                 edits.append(plan_before(reader, affine, track, shapes))
-                into.append(label(reader))
+                into[reader] = label(reader)
             elif (own := _arithmetic(reader, track, len(affine.scale), shapes)) is not None:
                 pending.append((reader.outputs[0], affine.then(own[1]), track))
                 edits.append(functools.partial(_skip, reader, use.idx))
             else:
                 raise BlockedError(f"its reader {label(reader)} is not linear")
-    return edits, f"forward into {', '.join(into)}"
+    return edits, f"forward into {', '.join(into.values())}"

@@ -194,8 +194,10 @@ def _add_after(graph: ir.Graph, node: ir.Node, bias: ir.Value) -> None:
 
 def new_constant(graph: ir.Graph, name: str, values: torch.Tensor) -> ir.Value:
     """Add an initializer under a name that is free."""
+    results = {value.name for node in graph for value in node.outputs}
+    taken = results | {value.name for value in graph.inputs} | graph.initializers.keys()
     free, number = name, 1
-    while free in graph.initializers:
+    while free in taken:
         free, number = f"{name}_{number}", number + 1
     tensor = ir.tensor(values.contiguous().numpy(), name=free)
     made = ir.Value(

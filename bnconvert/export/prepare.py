@@ -39,7 +39,8 @@ def prepare(model: nn.Module) -> Prepared:
     inner = unwrap(model)
     _refuse_unfit(inner)
     try:
-        own = copy.deepcopy(inner, _computed(inner))
+        with torch.no_grad():  # or the weights of scripted parts are computed from the originals
+            own = copy.deepcopy(inner, _computed(inner))
     except Exception as error:
         raise BnconvertError(
             f"model: {type(inner).__name__} cannot be copied ({first_line(error)}); remove what "

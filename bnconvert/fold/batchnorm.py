@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, VerificationError
 from bnconvert.fold.capture import (
     arguments_for,
     capture,
@@ -25,11 +27,14 @@ from bnconvert.fold.planner import Group, Planner
 from bnconvert.fold.proof import (
     LIMIT,
     Proof,
+    ReadsLayerError,
     failed_proof,
     first_difference,
+    other_sizes,
     random_like,
     relative_difference,
     rounding_limit,
+    run_folded,
 )
 from bnconvert.fold.reparameterize import find_blocks
 from bnconvert.fold.report import FoldReport, count_ways, layer_report
@@ -46,7 +51,7 @@ from bnconvert.walk import Norm
 from bnconvert.walk import find_norms as find_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from bnconvert.arguments import Arguments
     from bnconvert.fold.edits import Reparameterize, TreeEdit
@@ -115,8 +120,8 @@ def plan_fold_batchnorm(
     refuse_training_mode(inner)
     refuse_uninitialized(inner)
     selection = Selection(include, exclude)
-    arguments = arguments_for(inner, example_inputs)
-    with without_compilation(inner):
+    with torch.inference_mode(False), without_compilation(inner):
+        arguments = arguments_for(inner, example_inputs)
         before = run(inner, arguments)
         folding = _Folding(inner, selection, arguments, clone_shared=clone_shared)
         folding.plan(rewrite_activations)
@@ -125,9 +130,37 @@ def plan_fold_batchnorm(
         merged = _merge_blocks(folding, blocks, rewrite_activations, before) if blocks else None
         if merged is not None:
             return Plan(model, merged[1], merged[0].plan_edits())
-        proof = folding.prove(before) if verify else None
+        proof = None
+        if verify:
+            folding, proof = _proved(folding, rewrite_activations, before)
     report = FoldReport("fold", tuple(folding.entries()), proof, folding.ways())
     return Plan(model, report, folding.plan_edits())
+
+
+def _proved(folding: _Folding, rewrite_activations: bool, before: Any) -> tuple[_Folding, Proof]:
+    """Return a fold with its proof: the one given, or one that leaves what stands in its way.
+
+    A graph does not show that the forward reads an attribute of a layer, nor that a number in it
+    was the size of the example.
+
+    Raises:
+        VerificationError: The results differ, whatever is left.
+    """
+    kept: dict[str, str] = {}
+    trusts_numbers = True
+    while True:
+        try:
+            return folding, folding.prove(before)
+        except ReadsLayerError as error:
+            if error.name in kept:
+                raise
+            kept[error.name] = f"the forward reads its {error.attribute}"
+        except VerificationError:
+            if not (trusts_numbers and folding.graph.uses_numbers):
+                raise
+            trusts_numbers = False
+        folding = folding.again(kept, trusts_numbers=trusts_numbers)
+        folding.plan(rewrite_activations)
 
 
 def _merge_blocks(
@@ -176,8 +209,12 @@ class _Folding:
         *,
         clone_shared: bool = False,
         blocks: Sequence[Reparameterize] = (),
+        kept: Mapping[str, str] = MappingProxyType({}),
+        trusts_numbers: bool = True,
     ) -> None:
         self.model = model
+        self._clone_shared = clone_shared
+        self._kept = kept
         self.selection = selection
         self.arguments = arguments
         captured, inputs = model, arguments
@@ -192,6 +229,7 @@ class _Folding:
                 block.apply(captured)
         self.layers = find_layers(captured)
         self.graph = FoldGraph(capture(captured, inputs))
+        self.graph.trusts_numbers = trusts_numbers
         self.target = TreeTarget(captured, self.graph)
         self.groups: dict[int, Group] = {}
         self.functions: list[LayerReport] = []
@@ -206,16 +244,36 @@ class _Folding:
                 self.target.kept[id(layer.module)] = group.refusal
         self._note_functions(calls, batch)
 
+    def again(self, kept: Mapping[str, str], *, trusts_numbers: bool) -> _Folding:
+        """Return a new start of the same fold.
+
+        Args:
+            kept: Why a norm stays as it is, by name.
+            trusts_numbers: See `FoldGraph`.
+        """
+        return _Folding(
+            self.model,
+            self.selection,
+            self.arguments,
+            clone_shared=self._clone_shared,
+            kept=kept,
+            trusts_numbers=trusts_numbers,
+        )
+
     def _refusal(
         self, layer: Norm, calls: list[NormCall], batch: list[BatchCall], selection: Selection
     ) -> str:
         reason = selection.why_not(layer)
         if reason:
             return reason
+        known = next((self._kept[name] for name in layer.names if name in self._kept), "")
+        if known:
+            return known
         if layer.kind in _UNFOLDABLE:
             return f"it is {layer.kind.value}"
-        if any(self.target.module_of(call.node) is layer.module for call in batch):
-            return "it has no running statistics, so that it normalises by the batch in eval mode"
+        for call in batch:
+            if self.target.module_of(call.node) is layer.module:
+                return call.reason
         if not calls:
             if self.graph.hides(layer.name):
                 return (
@@ -285,9 +343,14 @@ class _Folding:
         trial = mirror(self.model, torch.float64)
         with in_float64():
             originals = [run(trial, argument, _IN_FLOAT64) for argument in wide]
+            if self.graph.uses_numbers:
+                for other in other_sizes(wide[1]):
+                    with contextlib.suppress(BnconvertError):
+                        originals.append(run(trial, other, _IN_FLOAT64))
+                        wide.append(other)
             for edit in self.edits:
                 edit.apply(trial)
-            folded = [run(trial, argument, _IN_FLOAT64) for argument in wide]
+            folded = [run_folded(trial, argument, _IN_FLOAT64) for argument in wide]
             largest = max(map(relative_difference, originals, folded))
             if not largest <= LIMIT:
                 original = mirror(self.model, torch.float64)
@@ -319,9 +382,14 @@ class _Folding:
             return []
         return [
             functools.partial(unchanged),
-            *(functools.partial(edit.apply, self.model) for edit in self.edits),
+            *(functools.partial(_outside_inference, edit, self.model) for edit in self.edits),
             functools.partial(record, self.model, self.edits),
         ]
+
+
+def _outside_inference(edit: TreeEdit, model: nn.Module) -> Undo:
+    with torch.inference_mode(False):
+        return edit.apply(model)
 
 
 def _is(one: object, other: object) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from bnconvert.arguments import Arguments, make_arguments
 from bnconvert.capturing import export_program, place
 from bnconvert.errors import BnconvertError, first_line
+from bnconvert.probe import untouched
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -46,16 +48,24 @@ def refuse_training_mode(model: nn.Module) -> None:
 
 
 def refuse_uninitialized(model: nn.Module) -> None:
-    """Raise if a lazy layer has no weights yet; running the model would give it some.
+    """Raise if a weight has no value yet, or none that can be changed.
 
     Raises:
-        BnconvertError: A parameter or buffer is not initialized.
+        BnconvertError: A parameter or buffer is not initialized, on the meta device, or made in
+            inference mode.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise BnconvertError(
                 f"fold: {name} is not initialized; run the model once before folding it"
             )
+        if tensor.is_inference():
+            raise BnconvertError(
+                f"fold: {name} was made in torch.inference_mode, where weights cannot be changed "
+                "later; build the model outside it"
+            )
+        if tensor.is_meta:
+            raise BnconvertError(f"fold: {name} is on the meta device; load weights before folding")
 
 
 _FIT = "; pass inputs that it accepts"
@@ -72,9 +82,10 @@ def run(model: nn.Module, arguments: Arguments, advice: str = _FIT) -> Any:
     Raises:
         BnconvertError: The model does not run on these inputs.
     """
-    with torch.no_grad():
+    own = arguments.map(torch.clone)  # a forward may write into its input, and into buffers
+    with untouched(model):
         try:
-            return model(*arguments.args, **arguments.kwargs)
+            return pytree.tree_map_only(Tensor, torch.clone, model(*own.args, **own.kwargs))
         except Exception as error:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in arguments.tensors)
             raise BnconvertError(

@@ -96,6 +96,10 @@ def constant_map(graph: FoldGraph, node: fx.Node) -> ConstantMap | None:
         return None
     zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     constant = next((value for value in operands if isinstance(value, Tensor)), -one)
+    if not _from_weights(graph, node, source):
+        if not graph.trusts_numbers:
+            return None
+        graph.uses_numbers = True
     if not constant.isfinite().all() or (name == "div" and not (first and constant.all())):
         return None
     if name == "div":
@@ -105,6 +109,17 @@ def constant_map(graph: FoldGraph, node: fx.Node) -> ConstantMap | None:
     weights = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[name]
     factor, weight = weights if first else reversed(weights)
     return ConstantMap(node, source, factor * one, weight * constant)
+
+
+def _from_weights(graph: FoldGraph, node: fx.Node, source: fx.Node) -> bool:
+    """Whether the constant comes from stored tensors, not from numbers of the code or of shapes."""
+    pending = [value for value in node.all_input_nodes if value is not source]
+    found = bool(pending)
+    while pending:
+        value = pending.pop()
+        found = found and (value.op == "placeholder" or bool(value.all_input_nodes))
+        pending += value.all_input_nodes
+    return found
 
 
 def _operand(graph: FoldGraph, value: Any) -> fx.Node | Tensor | None:

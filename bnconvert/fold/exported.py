@@ -9,7 +9,8 @@ import torch
 from torch.export import ExportedProgram
 
 from bnconvert.arguments import Arguments
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
+from bnconvert.fold.capture import run as run_module
 from bnconvert.fold.graph import FoldGraph
 from bnconvert.fold.interpret import run_in_float64, user_inputs
 from bnconvert.fold.merge import merge_branches
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from bnconvert.fold.norms import NormCall
+    from bnconvert.fold.norms import BatchCall, NormCall
     from bnconvert.fold.sites import Site
 
 
@@ -135,15 +136,15 @@ def plan_fold_exported(
     folded = rebuild(graph)
     proof = _prove(graph, folded, planner.changed) if verify else None
     entries = [layer_report(group, group.name) for group in groups]
-    entries += [_left(call.path or call.node.name, call.type) for call in batch]
+    entries += [_left(call) for call in batch]
     report = FoldReport("fold", tuple(dict.fromkeys(entries)), proof, count_ways(groups))
     ways = {group.name: group.how for group in groups if group.move is not None}
     return ExportedPlan(folded, report, ways)
 
 
-def _left(name: str, kind: str) -> LayerReport:
-    reason = "it has no running statistics, so that it normalises by the batch in eval mode"
-    return LayerReport(name, kind, Outcome.LEFT, reason=reason)
+def _left(call: BatchCall) -> LayerReport:
+    name = call.path or call.node.name
+    return LayerReport(name, call.type, Outcome.LEFT, reason=call.reason)
 
 
 def _prove(graph: FoldGraph, folded: ExportedProgram, moved: set[fx.Node]) -> Proof:
@@ -153,7 +154,13 @@ def _prove(graph: FoldGraph, folded: ExportedProgram, moved: set[fx.Node]) -> Pr
     inputs = [given, random_like(given, seed=1)]
 
     def run(graph: FoldGraph, arguments: Arguments) -> Any:
-        return run_in_float64(graph, list(arguments.args))
+        try:
+            return run_in_float64(graph, list(arguments.map(torch.clone).args))
+        except NotImplementedError as error:  # an operator without float64, torch.cond
+            raise BnconvertError(
+                f"fold: its proof in float64 cannot be made: {first_line(error)}; verify=False "
+                "goes without it"
+            ) from error
 
     largest = max(relative_difference(run(original, one), run(graph, one)) for one in inputs)
     if not largest <= LIMIT:
@@ -163,9 +170,8 @@ def _prove(graph: FoldGraph, folded: ExportedProgram, moved: set[fx.Node]) -> Pr
             raise failed_proof(largest, limit, where)
     if program.example_inputs is None:
         return Proof(largest, None)
-    args, kwargs = program.example_inputs
-    with torch.no_grad():
-        before, after = (each.module()(*args, **kwargs) for each in (program, folded))
+    example = Arguments(*program.example_inputs)
+    before, after = (run_module(each.module(), example) for each in (program, folded))
     return Proof(largest, relative_difference(before, after))
 
 

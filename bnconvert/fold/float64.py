@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class _Widen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces every floating point dtype that an operation names by float64."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -61,6 +61,9 @@ class FoldGraph:
         names: Qualified name of the parameter, buffer or constant behind a placeholder.
         read: Placeholders of weights that the program reads.
         added: The constants behind placeholders that folding added.
+        trusts_numbers: Whether numbers of the code are constants; a graph does not tell them from
+            sizes of the example.
+        uses_numbers: Whether a map has met one.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
@@ -73,6 +76,8 @@ class FoldGraph:
             copied.name = original.name  # fx renames an input that is called `input`
         self.names: dict[fx.Node, str] = {}
         self.added: dict[fx.Node, Added] = {}
+        self.trusts_numbers = True
+        self.uses_numbers = False
         self._values: dict[fx.Node, Any] = {}
         self._constant: dict[fx.Node, bool] = {}
         by_name = {node.name: copies[node] for node in program.graph.nodes if node in copies}

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from bnconvert.fold.float64 import in_float64
 from bnconvert.fold.graph import operation
+from bnconvert.fold.inplace import WRITTEN
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -62,6 +63,7 @@ def run_in_float64(
         if graph.is_constant(node):
             fake = node.meta.get("val")
             value = graph.value(node)
+            value = value.clone() if WRITTEN in node.meta else value
             values.append(value.to(fake.device) if isinstance(fake, Tensor) else value)
         else:
             value = next(remaining)

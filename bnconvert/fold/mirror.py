@@ -32,6 +32,18 @@ def mirror(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT:
     return copied
 
 
+class _Uncompiled(nn.Module):
+    """Stands for a part that `torch.compile` wraps, with the same names; runs it as it is."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = original
+        self.training = original.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+
 class _Mirror:
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -72,6 +84,8 @@ class _Mirror:
         return plain
 
     def _module(self, module: nn.Module) -> nn.Module:
+        if "_orig_mod" in module._modules:
+            return self._keep(module, _Uncompiled(self.copy(module._orig_mod)))  # type: ignore[no-any-return]
         cls = type(module)
         counterpart = self._keep(module, cls.__new__(cls))
         for name, value in module.__dict__.items():

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _PLAIN = "batch_norm"
 _DECOMPOSED = "_native_batch_norm_legit_no_training"
+_DECOMPOSED_TRAINING = {"_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
+_NO_STATISTICS = "it has no running statistics, so that it normalises by the batch in eval mode"
+_TRAINING = "it was captured in training mode, where it normalises by the batch"
 
 
 @dataclass(eq=False)
@@ -62,11 +65,19 @@ class NormCall:
 
 @dataclass(frozen=True)
 class BatchCall:
-    """A `batch_norm` that normalises by the batch's own statistics; it cannot be folded."""
+    """A `batch_norm` that normalises by the batch's own statistics; it cannot be folded.
+
+    Attributes:
+        node: The call.
+        path: Qualified name of the module that makes it, "" outside any.
+        type: Class name of that module, or the operation's name.
+        reason: Why it takes the batch's.
+    """
 
     node: fx.Node
     path: str
     type: str
+    reason: str
 
 
 def stack_of(node: fx.Node) -> list[tuple[str, str]]:
@@ -104,9 +115,12 @@ def find_norms(graph: FoldGraph) -> tuple[list[NormCall], list[BatchCall]]:
         if name == _PLAIN:
             _, weight, bias, mean, var, training, _, eps, *_ = node.args
             if training or mean is None or var is None:
-                batch.append(BatchCall(node, path_of(node), _type(node)))
+                reason = _NO_STATISTICS if mean is None or var is None else _TRAINING
+                batch.append(BatchCall(node, path_of(node), _type(node), reason))
             else:
                 calls.append(_batchnorm(graph, node, node, weight, bias, mean, var, eps))
+        elif name in _DECOMPOSED_TRAINING:
+            batch.append(BatchCall(node, path_of(node), _type(node), _TRAINING))
         elif name == _DECOMPOSED:
             _, weight, bias, mean, var, _, eps = node.args
             result = next((user for user in node.users if user.args[1] == 0), None)

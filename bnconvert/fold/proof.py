@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bnconvert.arguments import Arguments, output_tensors
-from bnconvert.errors import VerificationError
+from bnconvert.errors import BnconvertError, VerificationError
+from bnconvert.fold.capture import run
+from bnconvert.probe import untouched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +22,7 @@ LIMIT = 1e-9
 """Largest relative difference in float64 that a fold may make."""
 
 _ROUNDINGS = 100.0
+_SIGNAL_DIMS = 3
 _LARGEST_LIMIT = 1e-6
 
 
@@ -78,6 +81,45 @@ def random_like(arguments: Arguments, seed: int) -> Arguments:
         return (noise * (spread or 1.0)).to(tensor.device, tensor.dtype)
 
     return arguments.map(draw)
+
+
+def other_sizes(arguments: Arguments) -> list[Arguments]:
+    """Return random arguments of another batch size, and of images or signals twice as large."""
+    batch = arguments.batch
+
+    def larger(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.ndim < _SIGNAL_DIMS:
+            return tensor
+        return tensor.repeat(1, 1, *(2,) * (tensor.ndim - 2))
+
+    others = [] if batch is None else [arguments.with_batch(batch + 1)]
+    return [*others, random_like(arguments.map(larger), seed=2)]
+
+
+class ReadsLayerError(BnconvertError):
+    """The forward reads an attribute of a layer that folding took away."""
+
+    def __init__(self, text: str, name: str, attribute: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self.attribute = attribute
+
+
+def run_folded(folded: nn.Module, arguments: Arguments, advice: str) -> Any:
+    """Run a folded model.
+
+    Raises:
+        ReadsLayerError: It misses an attribute of a layer.
+        BnconvertError: It does not run for another reason.
+    """
+    try:
+        return run(folded, arguments, advice)
+    except BnconvertError as error:
+        cause = error.__cause__
+        names = {id(module): name for name, module in folded.named_modules()}
+        if isinstance(cause, AttributeError) and id(cause.obj) in names:
+            raise ReadsLayerError(str(error), names[id(cause.obj)], str(cause.name)) from cause
+        raise
 
 
 def rounding_limit(run: Callable[[Arguments], Any], inputs: list[Arguments]) -> float:
@@ -156,9 +198,10 @@ def _outputs_by_call(model: nn.Module, arguments: Arguments) -> list[tuple[tuple
         module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
         for name, module in model.named_modules()
     ]
+    own = arguments.map(torch.clone)
     try:
-        with torch.no_grad():
-            model(*arguments.args, **arguments.kwargs)
+        with untouched(model):
+            model(*own.args, **own.kwargs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -21,6 +21,7 @@ from bnconvert.fold.inplace import WAS_INPLACE, shares_memory_with_input, views_
 from bnconvert.fold.motion import BlockedError, describe
 from bnconvert.fold.norms import NormCall, path_of, stack_of
 from bnconvert.fold.plain import plain_class
+from bnconvert.fold.search import reads_shape_only
 from bnconvert.fold.shared import CLAMPED, FOLDED_INTO
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ class TreeTarget:
             if node.op == "call_function":
                 self._nodes.setdefault(id(self.module_of(node)), []).append(node)
         self._owners: dict[int, set[tuple[int, str]]] = {}
+        self._reads = [
+            (id(model.get_submodule(name.rpartition(".")[0])), reader)
+            for node, name in graph.names.items()
+            for reader in node.users
+            if not reads_shape_only(reader, node)
+        ]
         for module in model.modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
@@ -102,8 +109,17 @@ class TreeTarget:
         others = self._other_owners(module)
         if others:
             raise BlockedError(f"a weight of {path} is shared with another module ({others})")
+        reader = self._outside_reader(module)
+        if reader is not None:
+            raise BlockedError(f"a weight of {path} is also read by {describe(reader)}")
         if not self._stores_weight(site) and plain_class(module) is None:
             raise BlockedError(f"{path} ({type(module).__name__}) computes its weight itself")
+
+    def _outside_reader(self, module: nn.Module) -> fx.Node | None:
+        """Return an operation outside a module that reads a tensor of the module."""
+        own = {id(child) for child in module.modules()}
+        readers = (reader for owner, reader in self._reads if owner in own)
+        return next((node for node in readers if id(self.module_of(node)) not in own), None)
 
     def _other_owners(self, module: nn.Module) -> str:
         mine = {id(child) for child in module.modules()}
@@ -138,6 +154,9 @@ class TreeTarget:
             raise BlockedError(f"{call.path} must not change: {reason}")
         if self.call_count(module) > 1:
             raise BlockedError(f"{call.path} is called {self.call_count(module)} times")
+        others = self._other_owners(module)
+        if others:
+            raise BlockedError(f"a weight of {call.path} is shared with another module ({others})")
 
     def check_activation(self, node: fx.Node) -> None:
         """Raise BlockedError if an activation is not a layer of its own, called once."""
@@ -184,6 +203,9 @@ class TreeTarget:
         hook = user_hook(module)
         if hook:
             return f"a user put {hook} on it"
+        reader = self._outside_reader(module)
+        if reader is not None:
+            return f"a tensor of it is also read by {describe(reader)}"
         layers = layers_after_norm(module)
         if layers is None:
             return f"its children {', '.join(dict(module.named_children()))} are not understood"
