@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bnconvert import __version__
 from bnconvert.checkpoint import atomic_file, load_checkpoint, match_checkpoint
@@ -28,7 +29,7 @@ from bnconvert.norm_state import describe_norms, restore_norms
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -59,30 +60,37 @@ def load_model(
     folder = Path(text.removeprefix("local-dir:"))
     if folder.is_dir():
         model = _from_folder(folder)
-        weights = folder if checkpoint is None else Path(checkpoint)
-    else:
-        module, colon, name = text.partition(":")
-        model = _from_callable(module, name) if colon else _from_timm(text)
         if checkpoint is None:
-            return model
-        weights = Path(checkpoint)
-    load_weights(model, weights)
+            load_weights(model, folder)
+        else:
+            load_weights(model, Path(checkpoint), _recorded(folder))
+        return model
+    module, colon, name = text.partition(":")
+    model = _from_callable(module, name) if colon else _from_timm(text)
+    if checkpoint is not None:
+        load_weights(model, Path(checkpoint))
     return model
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, known: Mapping[str, Any] | None = None) -> None:
     """Load a file or folder of weights into a model, in place.
 
     A folder that `save_model` wrote also brings the dtypes and the state of the norm layers.
 
+    Args:
+        model: The model.
+        path: The file or folder.
+        known: What is recorded about the model, for a file that records nothing itself.
+
     Raises:
         CheckpointError: The weights are damaged, refused, or of another architecture.
     """
-    recorded = _recorded(path)
+    own = _recorded(path)
+    recorded = own or known or {}
     rebuild_topology(model, recorded.get("topology", {}))
     file = path / WEIGHTS
     tensors = match_checkpoint(load_checkpoint(file if file.is_file() else path), model)
-    if recorded:
+    if own:
         _take_dtypes(model, tensors)
     model.load_state_dict(tensors)
     restore_norms(model, recorded.get("norms", []))
@@ -132,10 +140,7 @@ def _from_callable(module: str, name: str) -> nn.Module:
     if not callable(target):
         raise BnconvertError(f"{spec}: is a {type(target).__name__}; name a function or a class")
     with _explained(spec, "calling it without arguments failed"):
-        try:
-            model = target()
-        except SystemExit as end:
-            raise RuntimeError(f"it ends the program with {end.code!r}") from end
+        model = target()
     if not isinstance(model, nn.Module):
         raise BnconvertError(
             f"{spec}: returned a {type(model).__name__}; it must return a torch.nn.Module"
@@ -148,7 +153,7 @@ def _explained(spec: str, what: str) -> Iterator[None]:
     """Turn any exception of other people's code into one line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise BnconvertError(f"{spec}: {what} ({why})") from error
 
@@ -209,6 +214,8 @@ def save_model(
 
     target = Path(folder)
     check_output(target, overwrite=overwrite)
+    if not isinstance(model, nn.Module):
+        raise BnconvertError(f"model: is a {type(model).__name__}; pass a torch.nn.Module")
     model = unwrap(model)
     tensors = _independent(model)
     config = json.dumps(_describe(model), indent=2) + "\n"
@@ -242,6 +249,22 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
         check_folder(target)
 
 
+def _why_not_stored(tensor: torch.Tensor) -> str:
+    """Return why a file cannot hold the values of a tensor, "" if it can."""
+    if is_lazy(tensor):
+        return "is not initialized; run the model once before saving it"
+    if tensor.is_meta:
+        return "is on the meta device; load weights before saving the model"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}; make it dense before saving the model"
+    if hasattr(tensor, "full_tensor"):
+        return (
+            "is sharded over ranks; gather the weights (get_model_state_dict with "
+            "full_state_dict=True) into an unsharded model and save that"
+        )
+    return ""
+
+
 def _independent(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict with no two tensors in one memory, as safetensors wants it."""
     seen: set[int] = set()
@@ -252,6 +275,9 @@ def _independent(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"{name}: the state dict holds a {type(value).__name__}, which safetensors cannot; "
                 "leave it out of the state dict"
             )
+        reason = _why_not_stored(value)
+        if reason:
+            raise BnconvertError(f"{name}: {reason}")
         tensor = value.detach().cpu().contiguous()
         if tensor.untyped_storage().data_ptr() in seen or tensor._is_view():
             tensor = tensor.clone()

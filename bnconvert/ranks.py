@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bnconvert.errors import BnconvertError
 from bnconvert.layers import Kind
-from bnconvert.layers.group import ranges
+from bnconvert.layers.group import check_group, ranges
 from bnconvert.walk import find_norms
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     """
     if not dist.is_available() or not dist.is_initialized():
         return
+    check_group(process_group)
     mine: list[_Layer] | str
     try:
         mine = [_describe(norm) for norm in find_norms(model) if norm.kind in _SYNC]

@@ -58,6 +58,8 @@ def group() -> None:
 
 def main() -> NoReturn:
     """Run the command line; every refusal is one line on stderr, never a traceback."""
+    if "" not in sys.path:  # package.module:callable may lie in the current folder
+        sys.path.append("")
     try:
         group(prog_name="bnconvert")
     except UsageError as error:

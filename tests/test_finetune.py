@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import nn
 
 import bnconvert as bc
@@ -20,6 +23,7 @@ from bnconvert.finetune.options import settings_options, to_arguments
 from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
 from bnconvert.finetune.settings import Settings
+from bnconvert.finetune.sources import open_sources, read_image
 from bnconvert.finetune.training import StoppedError, Trainer
 from bnconvert.testing import run_ranks
 from tests.shapes import CLASSES, draw_shape, write_shapes
@@ -239,6 +243,13 @@ def spoil(folder: Path, kind: str) -> None:
         (folder / "train" / "bar" / "bad.png").write_bytes(b"no image")
         whole = (folder / "train" / "bar" / "0.png").read_bytes()
         (folder / "val" / "bar" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    elif kind == "one class":
+        for part in ("train", "val"):
+            for other in sorted((folder / part).iterdir())[1:]:
+                shutil.rmtree(other)
+    elif kind == "parts":
+        (folder / "train").rename(folder / "training")
+        (folder / "val").rename(folder / "validation")
     elif kind == "unknown class":
         (folder / "val" / "zigzag").mkdir()
         draw_shape("bar", torch.Generator()).save(folder / "val" / "zigzag" / "0.png")
@@ -246,8 +257,6 @@ def spoil(folder: Path, kind: str) -> None:
 
 @pytest.fixture
 def own_images(images: Path, tmp_path: Path) -> Callable[[str], Path]:
-    import shutil
-
     def make(kind: str) -> Path:
         folder = tmp_path / "images"
         shutil.copytree(images, folder)
@@ -263,6 +272,8 @@ def own_images(images: Path, tmp_path: Path) -> Callable[[str], Path]:
         ("empty class", "zigzag: holds no image"),
         ("bad image", r"2 images cannot be read .*bad\.png.*cut\.png.*--skip-bad-images"),
         ("unknown class", "zigzag is not among the training classes"),
+        ("one class", "holds one class"),
+        ("parts", "training, validation look like parts of the data"),
     ],
 )
 def test_bad_data_is_refused_with_what_is_wrong(
@@ -281,11 +292,36 @@ def test_bad_images_are_left_out_and_named_when_asked(
     assert (summary["training_images"], summary["final"]["images"]) == (42, 15)
 
 
+def test_every_usual_kind_of_image_counts_and_hidden_files_do_not(
+    own_images: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = own_images("as it is")
+    kinds = (".webp", ".bmp", ".tif", ".gif", ".ppm")
+    for kind in kinds:
+        draw_shape("bar", torch.Generator()).save(folder / "train" / "bar" / f"other{kind}")
+    hidden = folder / "train" / "bar" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    draw_shape("bar", torch.Generator()).save(hidden / "0-checkpoint.png")
+    source, _ = open_sources(str(folder), None, 0.2)
+    assert len(source) == 42 + len(kinds)
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
+    values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    read = np.asarray(read_image(str(tmp_path / "deep.png")))
+    assert np.abs(read[..., 0] - values / 256.0).max() <= 1.0
+
+
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"data": "/nowhere/at/all"}, "there is no such folder"),
     "small head": ({"num_classes": 2}, "--num-classes: is 2 but the data has 3 classes"),
     "no GPU": ({"amp": True}, "--amp: needs a GPU"),
     "no such model": ({"model": "resnet1818"}, "did you mean"),
+    "no such optimizer": ({"opt": "nosuch"}, "--opt: timm does not make 'nosuch'"),
+    "no such schedule": ({"sched": "nosuch"}, "--sched: timm does not make 'nosuch'"),
+    "no such policy": ({"aa": "nonsense"}, "--aa: 'nonsense' is no policy"),
+    "export to a folder": ({"export": "/"}, "--export: / is a folder"),
     "divergence": ({"lr": 1e30, "sched": "none"}, "loss of epoch 1"),
 }
 
@@ -306,6 +342,19 @@ def test_bad_settings_are_refused(images: Path, tmp_path: Path, case: str) -> No
         ({"val_fraction": 1.0}, "--val-fraction"),
         ({"resume": True, "force": True}, "--resume"),
         ({"plot": "curves.pdf"}, "--plot"),
+        ({"lr": -1.0}, "--lr: is -1.0; give 0 to"),
+        ({"lr": float("nan")}, "--lr: is nan"),
+        ({"momentum": -1.0}, "--momentum"),
+        ({"weight_decay": -1.0}, "--weight-decay"),
+        ({"clip_grad": -1.0}, "--clip-grad: is -1.0; give a number above 0"),
+        ({"smoothing": 1.5}, "--smoothing"),
+        ({"hflip": 2.0}, "--hflip"),
+        ({"reprob": 3.0}, "--reprob"),
+        ({"ema_decay": 2.0}, "--ema-decay"),
+        ({"warmup_epochs": -1}, "--warmup-epochs"),
+        ({"workers": -1}, "--workers"),
+        ({"scale": (0.9, 0.1)}, "--scale: is 0.9 0.1"),
+        ({"scale": (0.0, 0.0)}, "--scale: is 0.0 0.0"),
     ],
 )
 def test_contradictory_settings_are_refused_at_once(changes: dict[str, Any], message: str) -> None:

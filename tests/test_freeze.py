@@ -13,7 +13,7 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import bnconvert as bc
 from bnconvert.layers import Kind, kind_of
@@ -298,6 +298,49 @@ def test_a_parametrized_layer_is_frozen_below_its_generated_class() -> None:
     assert all(p.requires_grad for p in layer.parameters())
     parametrize.remove_parametrizations(layer, "weight")
     assert type(layer) is nn.BatchNorm2d
+
+
+def with_property(layer: nn.Module) -> None:
+    class Gamma(nn.BatchNorm2d):
+        @property
+        def weight(self) -> Any:  # type: ignore[override]
+            return self.gamma
+
+    layer.register_parameter("gamma", layer._parameters.pop("weight"))
+    layer.__class__ = Gamma
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.random_unstructured(layer, "weight", 0.3),  # type: ignore[no-untyped-call]
+        lambda layer: nn.utils.weight_norm(layer, dim=0),
+        lambda layer: parametrize.register_parametrization(layer, "bias", nn.Tanh()),
+        with_property,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_what_weight_and_bias_are_made_of_is_frozen_too(change: Any) -> None:
+    layer = nn.BatchNorm2d(4)
+    change(layer)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
+    bc.freeze_batchnorm(model)
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    bc.unfreeze_batchnorm(model)
+    assert all(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_update_bn_leaves_frozen_statistics_alone() -> None:
+    model: Any = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+    randomize_batchnorm(model)
+    bc.freeze_batchnorm(model, include="0")
+    frozen, live = (copy.deepcopy(model[place].state_dict()) for place in (0, 2))
+    torch.optim.swa_utils.update_bn([torch.randn(4, 4, 3, 3)], model)
+    torch.testing.assert_close(model[0].state_dict(), frozen, rtol=0, atol=0)
+    assert not torch.equal(model[2].running_mean, live["running_mean"])
+    bc.unfreeze_batchnorm(model)
+    model[0].reset_running_stats()
+    assert not model[0].running_mean.any()
 
 
 def test_layers_that_cannot_be_frozen_are_left_with_the_deciding_value() -> None:

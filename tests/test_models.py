@@ -75,6 +75,39 @@ def test_a_folder_brings_back_weights_and_the_state_of_every_norm_layer(folder: 
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
+def test_a_folder_keeps_its_norm_layers_under_another_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    torch.save(load_model(folder).state_dict(), tmp_path / "weights.pt")
+    model: Any = load_model(folder, tmp_path / "weights.pt")
+    assert type(model.bn1) is SyncBatchNorm2d
+    assert model.bn1.eps == 1e-3
+    assert type(model.layer1[0].bn1).__name__ == "FrozenBatchNorm2d"
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model.eval()(x), load_model(folder).eval()(x))
+
+
+def _with_sparse_buffer() -> nn.Module:
+    model = nn.BatchNorm2d(4)
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.LazyBatchNorm2d()), "0.weight: is not initialized"),
+        (nn.BatchNorm2d(4, device="meta"), "weight: is on the meta device"),
+        (_with_sparse_buffer(), "mask: has the layout torch.sparse_coo"),
+        ({"a": 1}, "model: is a dict"),
+    ],
+)
+def test_what_a_folder_cannot_hold_is_one_line(tmp_path: Path, model: Any, message: str) -> None:
+    with pytest.raises(BnconvertError, match=message):
+        save_model(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

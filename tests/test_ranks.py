@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -85,6 +86,17 @@ def test_a_check_within_groups_compares_only_their_ranks() -> None:
     assert said[:2] == ["", ""]
     assert said[2] == said[3]
     assert "0: training is True on rank 2 but False on rank 3" in said[2]
+
+
+def of_others(rank: int) -> str:
+    group: Any = dist.new_group([0])
+    with pytest.raises(BnconvertError) if rank else contextlib.nullcontext() as caught:
+        verify_ranks(convert_sync_batchnorm(build()), group)
+    return str(caught.value) if caught is not None else ""
+
+
+def test_a_group_of_others_is_refused() -> None:
+    assert "rank 1 is not a member" in run_ranks(of_others, 2)[1]
 
 
 def test_without_distributed_there_is_nothing_to_check() -> None:

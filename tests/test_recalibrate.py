@@ -341,6 +341,19 @@ def test_one_failing_rank_fails_all_and_no_rank_is_changed(estimator: str) -> No
     assert texts[0] == texts[2] == "rank 1 failed: disk gone"
 
 
+def test_a_bad_argument_on_one_rank_fails_all() -> None:
+    texts = run_ranks(recalibrate_badly, 2, timeout=60.0)
+    assert texts[1] == "num_batches: is 0; give at least 1 or None"
+    assert texts[0] == f"rank 1 failed: {texts[1]}"
+
+
+def recalibrate_badly(rank: int) -> str:
+    loader = split(samples(12, 4), 4)
+    with pytest.raises(bc.BnconvertError) as caught:
+        bc.recalibrate_batchnorm(nn.BatchNorm1d(4), loader, num_batches=1 - rank)
+    return str(caught.value)
+
+
 def recalibrate_failing(rank: int, estimator: Any) -> str:
     model = Fragile()
     randomize_batchnorm(model)

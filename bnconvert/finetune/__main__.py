@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from bnconvert.cli.output import describe_os_error
 from bnconvert.errors import BnconvertError
 from bnconvert.finetune.launch import LAUNCHED
 from bnconvert.finetune.options import settings_options
@@ -29,6 +30,10 @@ def main(**options: Any) -> None:
         _run(settings)
     except BnconvertError as error:
         _fail(str(error))
+    except OSError as error:
+        if _lost_connection(error):
+            time.sleep(GRACE_SECONDS)
+        _fail(f"rank {os.environ.get('RANK', '0')}: {describe_os_error(error)}")
     except Exception as error:
         if _lost_connection(error):
             time.sleep(GRACE_SECONDS)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from bnconvert.errors import BnconvertError, first_line
 from bnconvert.finetune.batches import Key, Plan, mix
 from bnconvert.finetune.scan import refuse, unreadable
 from bnconvert.finetune.sources import FolderSource, Source, open_sources
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from bnconvert.finetune.processes import Processes
     from bnconvert.finetune.settings import Settings
+
+
+_RGB = 3
 
 
 class Examples(Dataset[tuple["Tensor", int]]):
@@ -144,9 +148,21 @@ def open_data(settings: Settings, model: nn.Module, processes: Processes) -> Dat
         "re_prob": settings.reprob,
     }
     still = create_transform(**config, is_training=False)
-    changing = (
-        still if settings.no_aug else create_transform(**config, is_training=True, **augmented)
-    )
+    channels = config["input_size"][0]
+    if channels != _RGB:
+        raise BnconvertError(
+            f"{settings.model}: takes images of {channels} channels, and images are read in RGB; "
+            "give a model with in_chans=3"
+        )
+    try:
+        changing = (
+            still if settings.no_aug else create_transform(**config, is_training=True, **augmented)
+        )
+    except (ValueError, AssertionError, KeyError, IndexError) as error:
+        raise BnconvertError(
+            f"--aa: {settings.aa!r} is no policy that timm makes ({first_line(error)}); give "
+            "another, such as rand-m9-mstd0.5"
+        ) from error
     return Data(
         Examples(train, changing, settings.seed),
         Examples(train, still, settings.seed),

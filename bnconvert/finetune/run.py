@@ -62,6 +62,8 @@ def run(settings: Settings, processes: Processes, console: Console) -> dict[str,
     _announce(console, settings, processes, data, head, report)
     trainer = _trainer(settings, processes, console, folder, model, data)
     state = folder.load(settings, trainer.facts) if settings.resume else None
+    if settings.resume and state is None:
+        console.note(f"{settings.output}: holds no saved state to resume; starts anew")
     if state is not None:
         trainer.restore(state)
         done = trainer.progress
@@ -84,6 +86,8 @@ def _check_export(settings: Settings) -> None:
     if settings.export is None:
         return
     path = Path(settings.export).absolute()
+    if path.is_dir():
+        raise BnconvertError(f"--export: {path} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise BnconvertError(f"--export: there is no folder {path.parent}; make it first")
     if path.exists() and not settings.force and not settings.resume:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -114,6 +116,7 @@ class Settings:
         for name in ("img_size", "num_classes", "recalibrate", "save_every"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        self._check_ranges()
         if self.norm not in NORMS:
             raise BnconvertError(f"--norm: is {self.norm!r}; use one of {', '.join(NORMS)}")
         if not 0.0 < self.val_fraction < 1.0:
@@ -124,6 +127,20 @@ class Settings:
             raise BnconvertError("--resume: cannot be combined with --force; give one")
         if self.plot is not None and Path(self.plot).suffix not in (".svg", ".png"):
             raise BnconvertError(f"--plot: {self.plot} is neither .svg nor .png; name such a file")
+
+    def _check_ranges(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                option = name.replace("_", "-")
+                raise BnconvertError(f"--{option}: is {value}; give {low:g} to {high:g}")
+        if self.clip_grad is not None and not 0.0 < self.clip_grad < math.inf:
+            raise BnconvertError(f"--clip-grad: is {self.clip_grad}; give a number above 0")
+        if not 0.0 < self.scale[0] <= self.scale[1] <= 1.0:
+            raise BnconvertError(
+                f"--scale: is {self.scale[0]} {self.scale[1]}; give two shares of an image's area, "
+                "such as 0.08 1"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain types; `from_dict` takes them back."""
@@ -149,6 +166,23 @@ class Settings:
             for name, value in own.items()
             if name not in FREE_TO_CHANGE and recorded.get(name) != value
         ]
+
+
+_LARGEST = sys.float_info.max
+_RANGES = (
+    ("lr", 0.0, _LARGEST),
+    ("min_lr", 0.0, _LARGEST),
+    ("warmup_epochs", 0, sys.maxsize),
+    ("momentum", 0.0, 1.0),
+    ("weight_decay", 0.0, _LARGEST),
+    ("smoothing", 0.0, 0.999),
+    ("hflip", 0.0, 1.0),
+    ("color_jitter", 0.0, _LARGEST),
+    ("reprob", 0.0, 1.0),
+    ("ema_decay", 0.0, 1.0),
+    ("workers", 0, sys.maxsize),
+)
+"""Options that are numbers, with the least and the largest value."""
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -11,6 +11,13 @@ from bnconvert.errors import BnconvertError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+EXTENSIONS = (
+    *(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".jp2", ".avif"),
+)
+"""Names of files in class folders that count as images; upper case counts, too."""
+
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 VALIDATION_NAMES = ("val", "validation", "valid", "test")
 
 
@@ -84,6 +91,10 @@ def read_image(path: str) -> Image:
 
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(
+                "I"
+            ):  # 16 bits, of which convert() would cut off the high ones
+                return image.convert("I").point(lambda value: value * (1 / 256)).convert("RGB")
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise BnconvertError(
@@ -134,6 +145,15 @@ def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource
     present = sorted((entry.name for entry in folder.iterdir() if entry.is_dir()), key=natural_key)
     if not present:
         raise BnconvertError(f"{folder}: holds no folder of a class; give one folder per class")
+    if classes is None and len(present) == 1:
+        raise BnconvertError(
+            f"{folder}: holds one class, {present[0]}; give two or more to tell apart"
+        )
+    if {name.lower() for name in present} <= _SPLITS:
+        raise BnconvertError(
+            f"{folder}: {', '.join(present)} look like parts of the data, not like classes; name "
+            "them train and val"
+        )
     unknown = [name for name in present if classes is not None and name not in classes]
     if unknown:
         raise BnconvertError(
@@ -146,14 +166,20 @@ def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource
         if name not in present:
             continue
         found, _ = find_images_and_targets(
-            str(folder / name), class_to_idx=_EveryName(label), leaf_name_only=True
+            str(folder / name), EXTENSIONS, class_to_idx=_EveryName(label), leaf_name_only=True
         )
+        found = [(path, label) for path, label in found if not _is_hidden(Path(path), folder)]
         if not found:
             raise BnconvertError(
                 f"{folder / name}: holds no image; add images or remove the folder"
             )
         samples += found
     return FolderSource(tuple(samples), names)
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """Whether a file, or a folder it is in, has a name that starts with a dot."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 class _EveryName(dict[str, int]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 from bnconvert.finetune.batches import Micro, Plan, mix
 from bnconvert.finetune.data import Data, seed_everything
 from bnconvert.finetune.evaluation import Scores, evaluate
@@ -65,22 +65,24 @@ class Trainer:
         from timm.scheduler import create_scheduler_v2
 
         settings = self.settings
-        self.optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            self.model,
-            opt=settings.opt,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            momentum=settings.momentum,
-        )
-        self.schedule, _ = create_scheduler_v2(
-            self.optimizer,
-            sched=settings.sched,
-            num_epochs=settings.epochs,
-            warmup_epochs=settings.warmup_epochs,
-            min_lr=settings.min_lr,
-            updates_per_epoch=self.plan.updates,
-            step_on_epochs=False,
-        )
+        with _named("--opt", settings.opt):
+            self.optimizer: torch.optim.Optimizer = create_optimizer_v2(
+                self.model,
+                opt=settings.opt,
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                momentum=settings.momentum,
+            )
+        with _named("--sched", settings.sched):
+            self.schedule, _ = create_scheduler_v2(
+                self.optimizer,
+                sched=settings.sched,
+                num_epochs=settings.epochs,
+                warmup_epochs=settings.warmup_epochs,
+                min_lr=settings.min_lr,
+                updates_per_epoch=self.plan.updates,
+                step_on_epochs=False,
+            )
         smooth = settings.smoothing > 0
         self.criterion: nn.Module = (
             LabelSmoothingCrossEntropy(settings.smoothing) if smooth else nn.CrossEntropyLoss()
@@ -101,8 +103,14 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise BnconvertError(
+                f"--resume: the saved state does not fit the model ({first_line(error)}); start "
+                "anew with --force"
+            ) from error
         self.scaler.load_state_dict(state["scaler"])
         if self.ema is not None:
             self.ema.module.load_state_dict(state["ema"])
@@ -194,8 +202,16 @@ class Trainer:
         device = self.processes.device
         images = images.to(device, non_blocking=True, memory_format=memory_format(self.settings))
         labels = labels.to(device, non_blocking=True)
-        with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-            loss: Tensor = self.criterion(self.wrapped(images), labels)
+        try:
+            with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+                loss: Tensor = self.criterion(self.wrapped(images), labels)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise BnconvertError(
+                "training: a BatchNorm layer gets one value per channel; use a larger --batch-size "
+                "or --img-size, or --norm frozen"
+            ) from error
         return loss
 
     def _step(self) -> None:
@@ -263,6 +279,17 @@ class Trainer:
             f"epoch {epoch}/{self.settings.epochs}: training loss {train_loss:.4f}, validation "
             f"loss {scores.loss:.4f}, top-1 {scores.top1:.2%}, {rate:.0f} images/s"
         )
+
+
+@contextmanager
+def _named(option: str, value: str) -> Iterator[None]:
+    """Turn what timm raises about an option into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise BnconvertError(
+            f"{option}: timm does not make {value!r} ({first_line(error)}); give another"
+        ) from error
 
 
 def _ema(model: nn.Module, settings: Settings) -> Any:

@@ -46,8 +46,12 @@ def frozen_state(module: nn.Module) -> FrozenState | None:
 
 
 def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weight and bias that a layer has, also where a parametrization holds them."""
-    found = {name: module._parameters.get(name) for name in AFFINE}
+    """Return the weight and bias that a layer has, or the parameters that it makes them of.
+
+    Those are parameters of the layer under other names, as pruning and weight norm have them, and
+    those of its parametrizations.
+    """
+    found = dict(module._parameters)
     parametrized = module._modules.get("parametrizations")
     if isinstance(parametrized, nn.ModuleDict):
         for name in AFFINE:
@@ -102,6 +106,12 @@ class FrozenMixin(nn.Module):
             eps=self.eps,
         )
         return self.finish(output)
+
+    def reset_running_stats(self) -> None:
+        """Leave the statistics alone once they are frozen; `update_bn` resets them everywhere."""
+        state = frozen_state(self)
+        if state is None or not state.stats:
+            super().reset_running_stats()  # type: ignore[misc]
 
     def finish(self, output: Tensor) -> Tensor:
         """Apply what the layer does after normalization; nothing in the stock layers."""

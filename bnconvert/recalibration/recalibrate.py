@@ -96,20 +96,14 @@ def recalibrate_batchnorm(
             or values that are not finite, another rank failed, or the model is sharded by FSDP
             and `estimator` is "population".
     """
-    if estimator not in get_args(Estimator):
-        raise BnconvertError(
-            f"estimator: is {estimator!r}; use one of {', '.join(get_args(Estimator))}"
-        )
-    if num_batches is not None and num_batches < 1:
-        raise BnconvertError(f"num_batches: is {num_batches}; give at least 1 or None")
-    network = unwrap(model)
-    if estimator == "population" and is_sharded(network):
-        raise BnconvertError(
-            "model: its parameters are sharded (FSDP), so its batches cannot wait for each other "
-            "at a layer; use estimator='mean_of_batches'"
-        )
-    found = find_layers(network)
     ranks = Ranks(process_group)
+    try:
+        network = unwrap(model)
+        found = find_layers(network)
+        _check(network, num_batches, estimator)
+    except Exception as error:  # the other ranks wait for this one
+        ranks.fail(error)
+        raise
     run = _Run(
         network,
         found.statistics,
@@ -131,6 +125,23 @@ def recalibrate_batchnorm(
                 ranks.fail(error)
             raise
     return make_report(found)
+
+
+def _check(network: nn.Module, num_batches: int | None, estimator: str) -> None:
+    if estimator not in get_args(Estimator):
+        raise BnconvertError(
+            f"estimator: is {estimator!r}; use one of {', '.join(get_args(Estimator))}"
+        )
+    if num_batches is not None and num_batches < 1:
+        raise BnconvertError(f"num_batches: is {num_batches}; give at least 1 or None")
+    if estimator == "population" and is_sharded(network):
+        raise BnconvertError(
+            "model: its parameters are sharded (FSDP), so its batches cannot wait for each other "
+            "at a layer; use estimator='mean_of_batches'"
+        )
+    for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
+        if tensor.is_meta:
+            raise BnconvertError(f"{name}: is on the meta device; load weights first")
 
 
 def _device_of(model: nn.Module) -> torch.device:
