@@ -11,11 +11,11 @@ from torch import nn
 
 from bnconvert.errors import BnconvertError, UnknownLayerError
 from bnconvert.layers import Kind, classes, families
-from bnconvert.layers.group import GroupRef, check_group
+from bnconvert.layers.group import GROUP_KEY, GroupRef, check_group, group_of
 from bnconvert.layers.kinds import why_unknown
 from bnconvert.layers.subgroups import check_group_size, consecutive_group
 from bnconvert.layers.swap import swap_class
-from bnconvert.layers.sync import GROUP_KEY, SyncMixin
+from bnconvert.layers.sync import SyncMixin
 from bnconvert.plan import Edit, Plan, without_collection
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.revert import plan_revert_sync_batchnorm, revert_sync_batchnorm
@@ -78,8 +78,8 @@ def convert_sync_batchnorm(
 
     Raises:
         UnknownLayerError: There are unknown layers and `on_unknown` is "raise".
-        BnconvertError: The group does not contain this rank, or `group_size` does not divide the
-            number of ranks; nothing was changed.
+        BnconvertError: `include` matches no layer, the group does not contain this rank, or
+            `group_size` does not divide the number of ranks; nothing was changed.
     """
     return plan_convert_sync_batchnorm(
         model,
@@ -109,7 +109,9 @@ def plan_convert_sync_batchnorm(
     layers: list[LayerReport] = []
     edits: list[Edit] = []
     unknown: list[Norm] = []
-    for norm in find_norms(model):
+    norms = find_norms(model)
+    selection.refuse_idle(norms)
+    for norm in norms:
         entries, edit = _plan_layer(norm, selection, target)
         if norm.kind is Kind.UNKNOWN and not selection.why_not(norm):
             unknown.append(norm)
@@ -148,7 +150,7 @@ class _Target:
         return GroupRef(self._process_group).describe()
 
     def is_group_of(self, module: SyncMixin) -> bool:
-        return self._process_group is not None and module.process_group is self._process_group
+        return self._process_group is not None and group_of(module) is self._process_group
 
 
 def _plan_layer(

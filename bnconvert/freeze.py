@@ -19,13 +19,14 @@ from bnconvert.layers.frozen import (
     affine_parameters,
     frozen_state,
 )
+from bnconvert.layers.group import GROUP_KEY
+from bnconvert.layers.instance import replaces_forward
 from bnconvert.layers.kinds import why_unknown
 from bnconvert.layers.swap import swap_class
-from bnconvert.layers.sync import GROUP_KEY
 from bnconvert.plan import Edit, Plan, Undo
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.selection import Patterns, Selection
-from bnconvert.walk import Norm, find_norms
+from bnconvert.walk import Norm, find_norms, refuse_replaced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +72,7 @@ def freeze_batchnorm(
     Raises:
         UnknownLayerError: Layers that look like BatchNorm run code of their own, so that it is
             unknown what freezing their statistics means; nothing was changed.
-        BnconvertError: Neither `stats` nor `affine` is to be frozen.
+        BnconvertError: Neither `stats` nor `affine` is to be frozen, or `include` matches no layer.
     """
     return plan_freeze_batchnorm(
         model, stats=stats, affine=affine, include=include, exclude=exclude
@@ -91,9 +92,11 @@ def plan_freeze_batchnorm(
         raise BnconvertError("freeze: stats and affine are both False; freeze one of them or both")
     selection = Selection(include, exclude)
     norms = find_norms(model)
+    selection.refuse_idle(norms)
     chosen = [norm for norm in norms if not selection.why_not(norm)]
     if stats:
         _refuse_unknown(chosen)
+    recorded = _recorded_flags(norms)
     layers: list[LayerReport] = []
     edits: list[Edit] = []
     for norm in norms:
@@ -101,7 +104,7 @@ def plan_freeze_batchnorm(
         if reason:
             layers += norm.entries(Outcome.LEFT, reason=reason)
         else:
-            now, own = _freeze_layer(norm, stats=stats, affine=affine)
+            now, own = _freeze_layer(norm, recorded, stats=stats, affine=affine)
             layers += norm.entries(Outcome.FROZEN, now=now)
             edits += own
     return Plan(model, Report("freeze", tuple(layers)), edits)
@@ -120,6 +123,11 @@ def unfreeze_batchnorm(
 
     Returns:
         The same model.
+
+    Raises:
+        UnknownLayerError: The `forward` of a frozen layer was replaced on the instance, and would
+            stay frozen; nothing was changed.
+        BnconvertError: `include` matches no layer.
     """
     return plan_unfreeze_batchnorm(model, include=include, exclude=exclude).apply()
 
@@ -127,11 +135,17 @@ def unfreeze_batchnorm(
 def plan_unfreeze_batchnorm(
     model: ModelT, *, include: Patterns | None = None, exclude: Patterns | None = None
 ) -> Plan[ModelT]:
-    """Plan `unfreeze_batchnorm`, which has the same arguments; changes nothing."""
+    """Plan `unfreeze_batchnorm`, which has the same arguments and errors; changes nothing."""
     selection = Selection(include, exclude)
+    norms = find_norms(model)
+    selection.refuse_idle(norms)
+    refuse_replaced(
+        [n for n in norms if n.kind is Kind.FROZEN and not selection.why_not(n)], "frozen"
+    )
+    held = _recorded_flags([norm for norm in norms if selection.why_not(norm)])
     layers: list[LayerReport] = []
     edits: list[Edit] = []
-    for norm in find_norms(model):
+    for norm in norms:
         state = frozen_state(norm.module)
         reason = selection.why_not(norm)
         if not reason and state is None:
@@ -141,7 +155,11 @@ def plan_unfreeze_batchnorm(
             continue
         target = _thawed_class(norm.module) if state.stats else type(norm.module)
         edits.append(swap_class(norm.module, norm.name, target, drop=(FROZEN_KEY,)))
-        edits.append(_require_grad(norm.module, state.requires_grad or {}))
+        flags = {
+            name: required and id(affine_parameters(norm.module).get(name)) not in held
+            for name, required in (state.requires_grad or {}).items()
+        }
+        edits.append(_require_grad(norm.module, flags))
         layers += norm.entries(Outcome.UNFROZEN, now=target.__name__)
     return Plan(model, Report("unfreeze", tuple(layers)), edits)
 
@@ -163,7 +181,7 @@ def _why_left(norm: Norm, *, stats: bool, affine: bool) -> str:
 
 
 def _refuse_unknown(chosen: list[Norm]) -> None:
-    unknown = [norm for norm in chosen if norm.kind is Kind.UNKNOWN or not _has_frozen_class(norm)]
+    unknown = [norm for norm in chosen if not _has_frozen_class(norm)]
     if unknown:
         listed = "; ".join(
             f"{norm.name or 'the model'}: {why_unknown(norm.module)}" for norm in unknown
@@ -175,18 +193,41 @@ def _refuse_unknown(chosen: list[Norm]) -> None:
 
 
 def _has_frozen_class(norm: Norm) -> bool:
+    if norm.kind is Kind.UNKNOWN or (norm.kind is Kind.SYNC and replaces_forward(norm.module)):
+        return False
     if norm.kind is not Kind.FOREIGN_SYNC:
         return True
     return families.frozen_mixin(classes.bottom(type(norm.module))) is not None
 
 
-def _freeze_layer(norm: Norm, *, stats: bool, affine: bool) -> tuple[str, list[Edit]]:
+def _recorded_flags(norms: list[Norm]) -> dict[int, bool]:
+    """Return what frozen layers recorded about their parameters, by `id`.
+
+    A parameter of several layers has to come back as it was before the first of them was frozen,
+    and only when the last of them is not frozen any more.
+    """
+    recorded: dict[int, bool] = {}
+    for norm in norms:
+        state = frozen_state(norm.module)
+        parameters = affine_parameters(norm.module)
+        for name, required in ((state and state.requires_grad) or {}).items():
+            if name in parameters:
+                recorded[id(parameters[name])] = required
+    return recorded
+
+
+def _freeze_layer(
+    norm: Norm, recorded: Mapping[int, bool], *, stats: bool, affine: bool
+) -> tuple[str, list[Edit]]:
     """Return what becomes of a layer, in words, and the edits that do it."""
     module, cls = norm.module, type(norm.module)
     before = frozen_state(module) or FrozenState(stats=False, requires_grad=None)
     flags = before.requires_grad
     if affine and flags is None:
-        flags = {name: p.requires_grad for name, p in affine_parameters(module).items()}
+        flags = {
+            name: recorded.get(id(parameter), parameter.requires_grad)
+            for name, parameter in affine_parameters(module).items()
+        }
     state = FrozenState(before.stats or stats, flags)
     target = _frozen_class(cls) if stats and not before.stats else cls
     edits = [

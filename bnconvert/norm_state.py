@@ -12,7 +12,7 @@ from bnconvert.errors import BnconvertError
 from bnconvert.freeze import freeze_batchnorm
 from bnconvert.layers import Kind
 from bnconvert.layers.frozen import frozen_state
-from bnconvert.layers.sync import GROUP_KEY
+from bnconvert.layers.group import GROUP_KEY
 from bnconvert.walk import find_norms
 
 if TYPE_CHECKING:

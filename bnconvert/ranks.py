@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bnconvert.errors import BnconvertError
 from bnconvert.layers import Kind
-from bnconvert.layers.group import check_group, ranges
+from bnconvert.layers.group import check_group, group_of, ranges
 from bnconvert.walk import find_norms
 
 if TYPE_CHECKING:
@@ -38,8 +38,25 @@ class _Layer:
     members: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What one rank says of its model.
+
+    Attributes:
+        layers: The synchronised layers, in the order of the model.
+        trained: Names of the parameters that require a gradient, where there are such layers: a
+            layer communicates in the backward pass only where something before it is trained.
+    """
+
+    layers: tuple[_Layer, ...]
+    trained: tuple[str, ...]
+
+
 def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Check that every rank holds the same synchronised layers, flags, widths and groups.
+
+    Parameters that require a gradient on one rank only are found too: the backward pass of a
+    synchronised layer runs, and waits for the others, where something before it is trained.
 
     Every rank of the group has to call this. Without torch.distributed there is nothing to check.
 
@@ -48,14 +65,15 @@ def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         process_group: The ranks to compare; None is the default group.
 
     Raises:
-        BnconvertError: On every rank, naming the first layer that differs and the ranks.
+        BnconvertError: On every rank, naming the first layer or parameter that differs and the
+            ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
     check_group(process_group)
-    mine: list[_Layer] | str
+    mine: _Facts | str
     try:
-        mine = [_describe(norm) for norm in find_norms(model) if norm.kind in _SYNC]
+        mine = _facts(model)
     except BnconvertError as error:  # the other ranks wait for this one
         mine = str(error)
     gathered: list[Any] = [None] * dist.get_world_size(process_group)
@@ -69,10 +87,16 @@ def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = Non
 _SYNC = (Kind.SYNC, Kind.FOREIGN_SYNC)
 
 
+def _facts(model: nn.Module) -> _Facts:
+    layers = tuple(_describe(norm) for norm in find_norms(model) if norm.kind in _SYNC)
+    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    return _Facts(layers, trained if layers else ())
+
+
 def _describe(norm: Norm) -> _Layer:
     layer: Any = norm.module
     tensor = next((t for t in (layer.running_mean, layer.weight) if t is not None), None)
-    group = getattr(layer, "process_group", None)
+    group = group_of(layer)
     return _Layer(
         norm.name,
         type(layer).__name__,
@@ -87,11 +111,30 @@ def _describe(norm: Norm) -> _Layer:
     )
 
 
-def _first_difference(by_rank: dict[int, list[_Layer] | str]) -> str:
-    for rank, layers in by_rank.items():
-        if isinstance(layers, str):
-            return f"rank {rank}: {layers}"
-    described: dict[int, list[_Layer]] = {r: v for r, v in by_rank.items() if isinstance(v, list)}
+def _first_difference(by_rank: dict[int, _Facts | str]) -> str:
+    for rank, facts in by_rank.items():
+        if isinstance(facts, str):
+            return f"rank {rank}: {facts}"
+    known: dict[int, _Facts] = {r: f for r, f in by_rank.items() if isinstance(f, _Facts)}
+    return _layer_difference({r: facts.layers for r, facts in known.items()}) or (
+        _trained_difference({r: facts.trained for r, facts in known.items()})
+    )
+
+
+def _trained_difference(trained: dict[int, tuple[str, ...]]) -> str:
+    sets = {rank: set(names) for rank, names in trained.items()}
+    for name in dict.fromkeys(name for names in trained.values() for name in names):
+        on = [rank for rank, names in sets.items() if name in names]
+        if len(on) < len(sets):
+            off = [rank for rank in sets if rank not in on]
+            return (
+                f"{name}: requires a gradient on {_ranks(on)} but not on {_ranks(off)}, so that "
+                "backward passes would wait for each other; make it the same on every rank"
+            )
+    return ""
+
+
+def _layer_difference(described: dict[int, tuple[_Layer, ...]]) -> str:
     first_rank, *others = described
     for index, layer in enumerate(described[first_rank]):
         found = {r: described[r][index] if index < len(described[r]) else None for r in others}
@@ -136,7 +179,7 @@ def _group_difference(layers: dict[int, _Layer]) -> str:
     return ""
 
 
-def _extra_layer(described: dict[int, list[_Layer]], first_rank: int) -> str:
+def _extra_layer(described: dict[int, tuple[_Layer, ...]], first_rank: int) -> str:
     count = len(described[first_rank])
     longer = {rank: layers for rank, layers in described.items() if len(layers) > count}
     if not longer:

@@ -8,13 +8,13 @@ from torch import nn
 
 from bnconvert.errors import BnconvertError, UnknownLayerError
 from bnconvert.layers import Kind, classes, foreign
+from bnconvert.layers.group import GROUP_KEY
 from bnconvert.layers.swap import swap_class
-from bnconvert.layers.sync import GROUP_KEY
 from bnconvert.plan import Edit, Plan, without_collection
 from bnconvert.probe import input_dims
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.selection import Patterns, Selection
-from bnconvert.walk import Norm, find_norms
+from bnconvert.walk import Norm, find_norms, refuse_replaced
 
 if TYPE_CHECKING:
     from bnconvert.layers.foreign import ForeignSync
@@ -51,9 +51,10 @@ def revert_sync_batchnorm(
         The same model.
 
     Raises:
-        UnknownLayerError: A subclass of a synchronised layer runs code of its own.
-        BnconvertError: The dimension of a layer is unknown, or the model does not run on the
-            example; nothing was changed.
+        UnknownLayerError: A subclass of a synchronised layer runs code of its own, or the `forward`
+            of a layer was replaced on the instance after it was converted.
+        BnconvertError: `include` matches no layer, the dimension of a layer is unknown, or the
+            model does not run on the example; nothing was changed.
     """
     return plan_revert_sync_batchnorm(
         model, example_inputs=example_inputs, include=include, exclude=exclude
@@ -71,8 +72,10 @@ def plan_revert_sync_batchnorm(
     """Plan `revert_sync_batchnorm`, which has the same arguments and errors; changes nothing."""
     selection = Selection(include, exclude)
     norms = find_norms(model)
+    selection.refuse_idle(norms)
     why_not = [selection.why_not(norm) or _why_left(norm) for norm in norms]
     chosen = [norm for norm, reason in zip(norms, why_not, strict=True) if not reason]
+    refuse_replaced([norm for norm in chosen if norm.kind is Kind.SYNC], "synchronised")
     _refuse_unknown(chosen)
     dims = _dimensions(model, chosen, example_inputs)
     layers: list[LayerReport] = []

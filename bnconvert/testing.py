@@ -165,6 +165,7 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
+        dist.barrier()  # a rank that is done at once would close what others still connect to
         buffer = io.BytesIO()
         torch.save(fn(rank, *args), buffer)
         sender.send((True, buffer.getvalue()))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, UnknownLayerError
+from bnconvert.layers.instance import replaces_forward
 from bnconvert.layers.kinds import Kind, kind_of
 from bnconvert.report import LayerReport, Outcome
 
@@ -122,3 +123,22 @@ def find_norms(model: nn.Module) -> list[Norm]:
         for module in tree.modules
         if (kind := kind_of(module)) is not None
     ]
+
+
+def refuse_replaced(norms: list[Norm], state: str) -> None:
+    """Refuse to change the class of layers whose own `forward` would go on as before.
+
+    Args:
+        norms: Layers that a pass is about to give another class.
+        state: What they are so far, in a word.
+
+    Raises:
+        UnknownLayerError: Naming all of them.
+    """
+    names = [norm.name or "the model" for norm in norms if replaces_forward(norm.module)]
+    if names:
+        raise UnknownLayerError(
+            f"{len(names)} layers whose forward was replaced on the instance since they were "
+            f"{state} ({', '.join(names)}); undo that (accelerate: remove_hook_from_module), or "
+            "exclude them"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
@@ -303,6 +304,94 @@ def test_a_reverted_model_unpickles_where_bnconvert_is_not_installed() -> None:
         [sys.executable, "-c", program], input=pickle.dumps(model), capture_output=True, check=True
     )
     assert done.stdout.decode().strip() == "['BatchNorm2d', 'BatchNorm2d', 'BatchNormAct2d']"
+
+
+def test_a_subclass_made_in_a_function_or_a_cell_stays_a_base() -> None:
+    class MyBatchNorm2d(nn.BatchNorm2d):
+        @functools.lru_cache  # noqa: B019 (hides the use of super)
+        def extra_repr(self) -> str:
+            return super().extra_repr() + ", mine"
+
+    namespace: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
+    cell = "class CellBatchNorm2d(nn.BatchNorm2d):\n  pass"
+    exec(cell, namespace)  # noqa: S102 (a notebook cell, run twice)
+    first = namespace["CellBatchNorm2d"]
+    exec(cell, namespace)  # noqa: S102
+    made = type("ExtraBatchNorm2d", (nn.BatchNorm2d,), {"__module__": "somewhere"})
+    classes = [MyBatchNorm2d, first, made]
+    model = nn.Sequential(*(cls(3) for cls in classes))
+    convert_sync_batchnorm(model)
+    assert all(is_synchronized(m) for m in model)
+    assert all(isinstance(m, cls) for m, cls in zip(model, classes, strict=True))
+    assert model[0].extra_repr().endswith(", mine")
+    bnconvert.freeze_batchnorm(model)
+    assert all(isinstance(m, cls) for m, cls in zip(model, classes, strict=True))
+    assert model[0].extra_repr().endswith(", mine")
+    revert_sync_batchnorm(bnconvert.unfreeze_batchnorm(model))
+    assert [type(m) for m in model] == classes
+
+
+class OwnNames(nn.BatchNorm2d):
+    """Uses names that a converter could want for itself."""
+
+    prefix = "mine"
+    finish = "mine"
+    fused_activation = "mine"
+    _check_channels = "mine"
+
+    @property
+    def process_group(self) -> str:
+        return "mine"
+
+
+@pytest.mark.parametrize("change", [convert_sync_batchnorm, bnconvert.freeze_batchnorm])
+def test_names_of_a_subclass_are_not_shadowed(change: Any) -> None:
+    names = ("prefix", "finish", "fused_activation", "_check_channels", "process_group")
+    layer: Any = OwnNames(3)
+    expected = layer.eval()(torch.ones(1, 3, 2, 2))
+    change(layer)
+    assert [getattr(layer, name) for name in names] == ["mine"] * 5
+    assert torch.equal(layer(torch.ones(1, 3, 2, 2)), expected)
+    assert "default group" in str(bnconvert.inspect_batchnorm(convert_sync_batchnorm(OwnNames(3))))
+
+
+def test_a_forward_replaced_after_conversion_is_refused_by_name_until_it_is_put_back() -> None:
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    old = model[1].forward
+    model[1].forward = lambda x: old(x)
+    assert is_synchronized(model[1])
+    with pytest.raises(BnconvertError, match=r"1 layers .* were synchronised \(1\); undo that"):
+        revert_sync_batchnorm(model)
+    with pytest.raises(BnconvertError, match="1: its forward was replaced on the instance"):
+        bnconvert.freeze_batchnorm(model)
+    assert all(is_synchronized(m) for m in model)
+    revert_sync_batchnorm(model, exclude="1")
+    model[1].forward = old  # as accelerate's remove_hook_from_module does
+    revert_sync_batchnorm(model)
+    assert type(model[1]) is nn.BatchNorm2d
+    assert model[1].forward.__func__ is nn.BatchNorm2d.forward
+    convert_sync_batchnorm(model)
+    assert model[1].forward.__func__ is SyncBatchNorm2d.forward
+    copied = copy.deepcopy(model)
+    assert copied[1].forward.__self__ is copied[1]
+
+
+@pytest.mark.parametrize(
+    "change", [convert_sync_batchnorm, revert_sync_batchnorm, bnconvert.freeze_batchnorm]
+)
+def test_patterns_that_match_nothing_or_are_none_are_refused(change: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3))
+    with pytest.raises(
+        BnconvertError, match=r"^include: 'layer9\.\*', 'bn' matches none of the 2 "
+    ):
+        change(model, include=["layer9.*", "bn"])
+    for wrong in (5, [5], ["0", None]):
+        with pytest.raises(BnconvertError, match=r"^exclude: expected fnmatch patterns"):
+            change(model, exclude=wrong)
+    assert [type(m) for m in model] == [nn.BatchNorm2d, nn.ReLU, nn.BatchNorm2d]
+    change(nn.Sequential(nn.ReLU()), include="layer9.*")
+    change(model, include=lambda name, _: name == "9")
+    change(model, include=["0", "layer9.*"])
 
 
 @pytest.mark.parametrize("when", ["before", "after", "across"])

@@ -282,6 +282,33 @@ def test_parameters_shared_by_two_layers_come_back_trainable() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_a_shared_parameter_is_trained_again_when_its_last_layer_is() -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3)))
+    model[1].weight = model[0].weight
+    model[2].weight = model[0].weight
+    for name in "012":
+        bc.freeze_batchnorm(model, include=name)
+    for name in "20":
+        bc.unfreeze_batchnorm(model, include=name)
+        assert not model[0].weight.requires_grad
+    assert model[0].bias.requires_grad
+    bc.unfreeze_batchnorm(model, include="1")
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_forward_replaced_after_freezing_is_refused_by_name() -> None:
+    model = nn.Sequential(bc.freeze_batchnorm(nn.BatchNorm2d(3)), nn.BatchNorm2d(3))
+    old: Any = model[0].forward
+    model[0].forward = lambda x: old(x)
+    with pytest.raises(bc.BnconvertError, match=r"1 layers .* they were frozen \(0\); undo that"):
+        bc.unfreeze_batchnorm(model)
+    model[0].forward = old
+    bc.unfreeze_batchnorm(model)
+    model[0].reset_running_stats()
+    model(torch.randn(4, 3, 2, 2))
+    assert model[0].running_mean.abs().sum() > 0
+
+
 def test_a_parametrized_layer_is_frozen_below_its_generated_class() -> None:
     class Double(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:

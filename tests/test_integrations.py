@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 import socket
 import warnings
@@ -129,6 +130,30 @@ def test_the_plugin_leaves_a_model_as_it_was_in_every_class() -> None:
     assert Kind.FROZEN in {kind_of(module) for module in model.modules()}
     callback.teardown(None, model, "fit")
     assert [type(module) for module in model.modules()] == before
+
+
+def test_the_plugins_leave_alone_what_was_frozen_or_synchronised_before() -> None:
+    pytest.importorskip("lightning", reason="needs the extra `lightning`")
+    from bnconvert.integrations.lightning import BatchNormFreeze, BatchNormSync
+
+    model = nn.Sequential(*(nn.BatchNorm2d(4) for _ in range(4)))
+    bc.freeze_batchnorm(model, include="0")
+    bc.freeze_batchnorm(model, include="1", affine=False)
+    bc.convert_sync_batchnorm(model, include="2")
+    before = [(type(m), m.weight.requires_grad, m.bias.requires_grad) for m in model]
+    plugin = BatchNormSync()
+    callback = pickle.loads(pickle.dumps(BatchNormFreeze(exclude="3")))  # noqa: S301 (our own)
+    callback.setup(None, model, "fit")
+    plugin.apply(model)
+    assert [kind_of(m) for m in model] == [Kind.FROZEN] * 3 + [Kind.SYNC]
+    assert not any(m.weight.requires_grad for m in model[:3])
+    plugin.revert(model)
+    callback.on_exception(None, model, KeyboardInterrupt())
+    assert [(type(m), m.weight.requires_grad, m.bias.requires_grad) for m in model] == before
+    callback.teardown(None, model, "fit")
+    assert [(type(m), m.weight.requires_grad, m.bias.requires_grad) for m in model] == before
+    bc.unfreeze_batchnorm(model)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("change", [bc.convert_sync_batchnorm, bc.freeze_batchnorm])

@@ -17,6 +17,22 @@ def build() -> Any:
     return nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm1d(5)))
 
 
+def changed(model: Any, how: str) -> Any:
+    if how == "width":
+        model[1][0] = convert_sync_batchnorm(nn.BatchNorm2d(6))
+    elif how == "extra":
+        model.append(convert_sync_batchnorm(nn.BatchNorm2d(7)))
+    elif how == "frozen":
+        freeze_batchnorm(model, include="1.1")
+    changes = {
+        "eval": lambda: model[1][0].eval(),
+        "dtype": lambda: model[1][0].double(),
+        "untrained": lambda: model[0].requires_grad_(False),
+    }
+    changes.get(how, lambda: None)()
+    return object() if how == "no module" else model
+
+
 def differ(rank: int, how: str) -> str:
     """Make rank 1 (of three) differ; return what every rank says."""
     model = build()
@@ -26,18 +42,7 @@ def differ(rank: int, how: str) -> str:
         group = groups[0] if rank == 0 else groups[1]
     convert_sync_batchnorm(model, group, exclude="1.0" if how == "absent" and rank == 1 else None)
     if rank == 1:
-        if how == "eval":
-            model[1][0].eval()
-        elif how == "width":
-            model[1][0] = convert_sync_batchnorm(nn.BatchNorm2d(6))
-        elif how == "frozen":
-            freeze_batchnorm(model, include="1.1")
-        elif how == "extra":
-            model.append(convert_sync_batchnorm(nn.BatchNorm2d(7)))
-        elif how == "dtype":
-            model[1][0].double()
-        elif how == "no module":
-            model = object()
+        model = changed(model, how)
     try:
         verify_ranks(model)
     except BnconvertError as error:
@@ -57,6 +62,7 @@ def differ(rank: int, how: str) -> str:
         ("frozen", "1.1: is synchronised on rank 0 but not on rank 1"),
         ("extra", "2: is synchronised on rank 1 but not on rank 0"),
         ("groups", "0: rank 0 synchronises with ranks 0-1 but rank 1 with ranks 1-2"),
+        ("untrained", "0.weight: requires a gradient on ranks 0, 2 but not on rank 1"),
         ("no module", "rank 1: model: expected a torch.nn.Module, got object"),
     ],
 )

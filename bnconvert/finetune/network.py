@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ from bnconvert.models import load_model
 from bnconvert.report import LayerReport, Outcome, Report
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bnconvert.finetune.processes import Processes
     from bnconvert.finetune.settings import Settings
 
@@ -99,7 +102,7 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
         BnconvertError: A pattern of `--freeze` matches no layer, or a layer is unknown.
     """
     for pattern in settings.freeze:
-        matched = plan_freeze_batchnorm(model, include=pattern).report
+        matched = plan_freeze_batchnorm(model, include=_named_like(pattern)).report
         if not matched.count(Outcome.FROZEN):
             raise BnconvertError(
                 f"--freeze: {pattern!r} matches no BatchNorm layer that can be frozen; see "
@@ -114,6 +117,10 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
     converted = plan_convert_sync_batchnorm(model)
     converted.apply()
     return Report("prepare", frozen + _but(frozen, converted.report))
+
+
+def _named_like(pattern: str) -> Callable[[str, nn.Module], bool]:
+    return lambda name, _: fnmatchcase(name, pattern)
 
 
 def _but(known: tuple[LayerReport, ...], report: Report) -> tuple[LayerReport, ...]:

@@ -90,7 +90,8 @@ def fold_batchnorm(
 
     Raises:
         BnconvertError: The model is in training mode, does not run on the inputs, cannot be
-            captured, or a layer's scale or shift is not finite; the model is as it was.
+            captured, `include` matches no layer, or a layer's scale or shift is not finite; the
+            model is as it was.
         VerificationError: The folded model differs; the model is as it was.
     """
     return plan_fold_batchnorm(
@@ -120,6 +121,7 @@ def plan_fold_batchnorm(
     refuse_training_mode(inner)
     refuse_uninitialized(inner)
     selection = Selection(include, exclude)
+    selection.refuse_idle(find_layers(inner))
     with torch.inference_mode(False), without_compilation(inner):
         arguments = arguments_for(inner, example_inputs)
         before = run(inner, arguments)

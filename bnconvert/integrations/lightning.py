@@ -14,16 +14,22 @@ from lightning.pytorch.plugins import LayerSync
 
 from bnconvert.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from bnconvert.freeze import freeze_batchnorm, unfreeze_batchnorm
+from bnconvert.layers import Kind
+from bnconvert.layers.frozen import frozen_state
+from bnconvert.walk import find_norms
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch import nn
 
+    from bnconvert.layers.frozen import FrozenState
     from bnconvert.selection import Patterns
 
 
 class BatchNormSync(LayerSync):  # type: ignore[misc]
     """Synchronises BatchNorm while a Trainer fits, and makes it plain again afterwards.
+
+    Layers that were synchronised before stay so.
 
     Use it as `Trainer(plugins=[BatchNormSync()], ...)`, without `sync_batchnorm=True`.
 
@@ -43,23 +49,33 @@ class BatchNormSync(LayerSync):  # type: ignore[misc]
         self.group_size = group_size
         self.include = include
         self.exclude = exclude
+        self._own: list[nn.Module] = []
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Make the BatchNorm layers of the model synchronised."""
-        return convert_sync_batchnorm(
+        before = _synchronized(model)
+        convert_sync_batchnorm(
             model, group_size=self.group_size, include=self.include, exclude=self.exclude
         )
+        self._own += _synchronized(model).difference(before)
+        return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Make the layers plain again."""
-        return revert_sync_batchnorm(model, include=self.include, exclude=self.exclude)
+        """Make the layers plain again that `apply` synchronised."""
+        own = {id(module) for module in self._own}
+        self._own.clear()
+        return revert_sync_batchnorm(model, include=lambda _, module: id(module) in own)
+
+
+def _synchronized(model: nn.Module) -> set[nn.Module]:
+    return {norm.module for norm in find_norms(model) if norm.kind is Kind.SYNC}
 
 
 class BatchNormFreeze(Callback):  # type: ignore[misc]
     """Freezes BatchNorm layers while a Trainer fits.
 
     Layers are frozen before the optimizer is made and before `BatchNormSync` runs, which leaves
-    them; they come back when the Trainer is done.
+    them; they come back when the Trainer is done, or fails. What was frozen before stays frozen.
 
     Args:
         stats: Freeze the running statistics.
@@ -80,19 +96,37 @@ class BatchNormFreeze(Callback):  # type: ignore[misc]
         self.affine = affine
         self.include = include
         self.exclude = exclude
+        self._before: list[tuple[nn.Module, FrozenState | None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Freeze the layers."""
-        if stage == "fit":
-            freeze_batchnorm(
-                pl_module,
-                stats=self.stats,
-                affine=self.affine,
-                include=self.include,
-                exclude=self.exclude,
-            )
+        if stage != "fit":
+            return
+        before = {norm.module: frozen_state(norm.module) for norm in find_norms(pl_module)}
+        freeze_batchnorm(
+            pl_module,
+            stats=self.stats,
+            affine=self.affine,
+            include=self.include,
+            exclude=self.exclude,
+        )
+        self._before += [(m, s) for m, s in before.items() if frozen_state(m) is not s]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take back what `setup` did."""
         if stage == "fit":
-            unfreeze_batchnorm(pl_module, include=self.include, exclude=self.exclude)
+            self._restore(pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Take back what `setup` did, as `teardown` is not called then."""
+        self._restore(pl_module)
+
+    def _restore(self, model: nn.Module) -> None:
+        own = {id(module) for module, _ in self._before}
+        unfreeze_batchnorm(model, include=lambda _, module: id(module) in own)
+        for module, state in self._before:
+            if state is not None:  # what was frozen before the run stays so
+                freeze_batchnorm(module, stats=state.stats, affine=state.requires_grad is not None)
+        self._before.clear()

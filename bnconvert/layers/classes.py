@@ -12,8 +12,8 @@ Three kinds of class occur:
 
 from __future__ import annotations
 
+import inspect
 import sys
-import types
 import weakref
 from typing import Any
 
@@ -42,13 +42,18 @@ def derive(mixin: type, origin: type[nn.Module]) -> type[nn.Module]:
     """Return the class that puts the mixin in front of a layer class, the same one every time.
 
     Args:
-        mixin: A class with a string `prefix`, put before the name of the class.
+        mixin: A class with a string `_bnconvert_prefix`, put before the name of the class, and
+            `_bnconvert_public`, the names under which it is used; an origin keeps its own of those.
         origin: A layer class that does not override `forward`.
     """
     known = _COUNTERPARTS.setdefault(mixin, {})
     if origin not in known:
-        name = f"{mixin.prefix}{origin.__name__}"  # type: ignore[attr-defined]
-        register(mixin, origin, type(name, (mixin, origin), {"__module__": mixin.__module__}))
+        rules: Any = mixin
+        public = [name for name in rules._bnconvert_public if hasattr(origin, name)]
+        body = {name: inspect.getattr_static(origin, name) for name in public}
+        name = rules._bnconvert_prefix + origin.__name__
+        cls = type(name, (mixin, origin), body | {"__module__": mixin.__module__})
+        register(mixin, origin, cls)
     return known[origin]
 
 
@@ -78,27 +83,20 @@ def _new_derived(mixin: type, origin: type[nn.Module]) -> nn.Module:
 def _generated_base(cls: type) -> type[nn.Module] | None:
     """Return the class that a generated class was put on top of, or None for any other class.
 
-    A generated class cannot be imported and is named after its base, with something in front:
-    `ParametrizedBatchNorm2d`. One that calls `super()` could not be rebuilt on another base.
+    A generated class is one of torch's own that cannot be imported, is named after its base with
+    something in front, `ParametrizedBatchNorm2d`, and comes without a class statement. A user's
+    class that happens to be named so is a subclass like any other.
     """
     bases = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
-    if cls in _ORIGINS or len(bases) != 1 or cls.__name__ == bases[0].__name__:
+    if cls in _ORIGINS or len(bases) != 1 or not cls.__module__.startswith("torch."):
         return None
-    if not cls.__name__.endswith(bases[0].__name__) or _is_importable(cls) or _uses_super(cls):
+    if cls.__name__ == bases[0].__name__ or not cls.__name__.endswith(bases[0].__name__):
         return None
-    return bases[0]
+    return None if cls.__qualname__ != cls.__name__ or _is_importable(cls) else bases[0]
 
 
 def _is_importable(cls: type) -> bool:
-    found: Any = sys.modules.get(cls.__module__)
-    for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is cls
-
-
-def _uses_super(cls: type) -> bool:
-    functions = (value for value in vars(cls).values() if isinstance(value, types.FunctionType))
-    return any("__class__" in function.__code__.co_freevars for function in functions)
+    return getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
 
 
 def bottom(cls: type[nn.Module]) -> type[nn.Module]:

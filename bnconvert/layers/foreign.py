@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bnconvert.layers.instance import replaces_forward
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -81,7 +83,7 @@ def blocker(module: nn.Module, foreign: ForeignSync) -> str:
 
 def overrides_forward(module: nn.Module, foreign: ForeignSync) -> bool:
     """Whether a subclass, or the instance itself, changed the library's `forward`."""
-    if "forward" in module.__dict__:
+    if replaces_forward(module):
         return True
     return type(module).forward is not library_class(module, foreign).forward
 

@@ -66,7 +66,8 @@ def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 class FrozenMixin(nn.Module):
     """Put in front of a BatchNorm class, makes it normalize with its stored statistics only."""
 
-    prefix = "Frozen"
+    _bnconvert_prefix = "Frozen"
+    _bnconvert_public = ()
 
     eps: float
     running_mean: Tensor | None
@@ -105,7 +106,7 @@ class FrozenMixin(nn.Module):
             training=False,
             eps=self.eps,
         )
-        return self.finish(output)
+        return self._bnconvert_finish(output)
 
     def reset_running_stats(self) -> None:
         """Leave the statistics alone once they are frozen; `update_bn` resets them everywhere."""
@@ -113,7 +114,7 @@ class FrozenMixin(nn.Module):
         if state is None or not state.stats:
             super().reset_running_stats()  # type: ignore[misc]
 
-    def finish(self, output: Tensor) -> Tensor:
+    def _bnconvert_finish(self, output: Tensor) -> Tensor:
         """Apply what the layer does after normalization; nothing in the stock layers."""
         return output
 

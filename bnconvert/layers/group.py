@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+GROUP_KEY = "_bnconvert_group"
+"""The attribute with a layer's `GroupRef`; the only thing that conversion adds to a layer."""
+
+
 class GroupRef:
     """Refers to a process group, or to the default group of the time of use.
 
@@ -50,6 +54,14 @@ class GroupRef:
         except (RuntimeError, ValueError, KeyError):
             return f"group {self.name!r}, which exists no more"
         return f"ranks {ranges(ranks)}"
+
+
+def group_of(layer: Any) -> ProcessGroup | None:
+    """Return the group of a synchronised layer of any library; None is the default group."""
+    ours: GroupRef | None = layer.__dict__.get(GROUP_KEY)
+    group: ProcessGroup | None
+    group = getattr(layer, "process_group", None) if ours is None else ours.group
+    return group
 
 
 def _unpickled(lost: bool) -> GroupRef:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bnconvert.layers import classes, families, foreign
+from bnconvert.layers.instance import replaces_forward
 from bnconvert.layers.sync import SyncMixin
 
 
@@ -71,7 +72,7 @@ def _kind_by_type(module: nn.Module) -> Kind | None:
 
 def _kind_by_class(module: nn.Module, cls: type[nn.Module]) -> Kind | None:
     if issubclass(cls, SyncMixin):
-        return Kind.UNKNOWN if "forward" in module.__dict__ else Kind.SYNC
+        return Kind.SYNC
     if _is_ours_frozen(cls):
         return Kind.FROZEN
     if foreign.describe(module) is not None:
@@ -92,7 +93,7 @@ def _is_ours_frozen(cls: type[nn.Module]) -> bool:
 
 def _runs_known_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
     return (
-        "forward" not in module.__dict__
+        not replaces_forward(module)
         and type(module).forward is cls.forward
         and type(module).__call__ is nn.Module.__call__
         and families.sync_mixin(cls) is not None
@@ -125,7 +126,7 @@ def _calls_batch_norm(module: torch.fx.GraphModule) -> bool:
 def why_unknown(module: nn.Module) -> str:
     """Return what makes a BatchNorm-like module unknown, as a sentence."""
     cls = type(module)
-    if "forward" in module.__dict__:
+    if replaces_forward(module):
         return "its forward was replaced on the instance"
     if isinstance(module, _BatchNorm):
         own = "__call__" if cls.__call__ is not nn.Module.__call__ else "forward"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bnconvert.errors import BnconvertError
+from bnconvert.layers.instance import rebind_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,6 +43,7 @@ def swap_class(
             )
         attributes = add() if callable(add) else add
         before = dict(module.__dict__)
+        rebind_forward(module, target)
         module.__class__ = target
         for key in drop:
             module.__dict__.pop(key, None)

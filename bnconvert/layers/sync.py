@@ -21,14 +21,12 @@ from bnconvert.layers.tracing import traced_call
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-GROUP_KEY = "_bnconvert_group"
-"""The attribute with a layer's `GroupRef`; the only thing that conversion adds to a layer."""
-
 
 class SyncMixin(nn.Module):
     """Put in front of a BatchNorm class, makes its training statistics those of all ranks."""
 
-    prefix = "Sync"
+    _bnconvert_prefix = "Sync"
+    _bnconvert_public = ("process_group",)
 
     num_features: int
     eps: float
@@ -45,7 +43,8 @@ class SyncMixin(nn.Module):
         self, *args: Any, process_group: ProcessGroup | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.process_group = process_group
+        check_group(process_group)
+        self._bnconvert_group = GroupRef(process_group)
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -73,9 +72,9 @@ class SyncMixin(nn.Module):
             output: Tensor = super().forward(input)
             return output
         self._check_input_dim(input)  # type: ignore[operator]
-        self._check_channels(input)
+        _check_channels(self, input)
         tracked = self.track_running_stats and not _is_recomputation()
-        activation, negative_slope = self.fused_activation(input)
+        activation, negative_slope = self._bnconvert_activation(input)
         output = synchronized_batch_norm(
             input,
             self.weight,
@@ -89,26 +88,27 @@ class SyncMixin(nn.Module):
             activation=activation,
             negative_slope=negative_slope,
         )
-        return output if activation != "none" else self.finish(output)
+        return output if activation != "none" else self._bnconvert_finish(output)
 
-    def fused_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
-        """Return the activation that normalization applies in place of `finish`, and its slope."""
+    def _bnconvert_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
+        """Return the activation that normalization applies itself, not the layer, and its slope."""
         return "none", 0.0
 
-    def finish(self, output: Tensor) -> Tensor:
+    def _bnconvert_finish(self, output: Tensor) -> Tensor:
         """Apply what the layer does after normalization; nothing in the stock layers."""
         return output
 
-    def _check_channels(self, input: Tensor) -> None:  # noqa: A002
-        for tensor in (self.weight, self.running_mean):
-            if tensor is not None and tensor.shape[0] != input.shape[1]:
-                raise ValueError(
-                    f"expected {tensor.shape[0]} channels in dimension 1, got input of shape "
-                    f"{tuple(input.shape)}"
-                )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return classes.reduce_derived(self, super().__reduce_ex__(max(int(protocol), 2)))
+
+
+def _check_channels(layer: SyncMixin, input: Tensor) -> None:  # noqa: A002
+    for tensor in (layer.weight, layer.running_mean):
+        if tensor is not None and tensor.shape[0] != input.shape[1]:
+            raise ValueError(
+                f"expected {tensor.shape[0]} channels in dimension 1, got input of shape "
+                f"{tuple(input.shape)}"
+            )
 
 
 def _is_recomputation() -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from bnconvert.kernels.ops import fuses_activations
 from bnconvert.layers import classes, families
 from bnconvert.layers.frozen import FrozenMixin
+from bnconvert.layers.instance import replaces_forward
 from bnconvert.layers.sync import SyncMixin
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def _is_hooked(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or replaces_forward(module)
     )
 
 
@@ -37,7 +38,7 @@ class _ActMixin(nn.Module):
     act: nn.Module
     drop: nn.Module
 
-    def finish(self, output: Tensor) -> Tensor:
+    def _bnconvert_finish(self, output: Tensor) -> Tensor:
         """Apply the layer's dropout and activation."""
         activated: Tensor = self.act(self.drop(output))
         return activated
@@ -50,7 +51,7 @@ class _ActMixin(nn.Module):
 class SyncActMixin(_ActMixin, SyncMixin):
     """Put in front of `BatchNormAct2d`: synchronised statistics, then what the layer does after."""
 
-    def fused_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
+    def _bnconvert_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
         """Return the layer's activation where our kernels apply it in the same pass.
 
         They do if it is exactly one that they know, nothing hooks into it and no dropout precedes.

@@ -12,6 +12,7 @@ from torch import nn
 
 from bnconvert.errors import BnconvertError
 from bnconvert.layers import Kind
+from bnconvert.layers.group import group_of
 from bnconvert.layers.kinds import why_unknown
 from bnconvert.layers.sync import SyncMixin
 from bnconvert.recalibration.moments import Moments, merged
@@ -146,7 +147,7 @@ class Statistics:
         """Return the ranks over which the layer synchronises; None when it does not."""
         if ranks.size == 1 or not isinstance(self.layer, (SyncMixin, nn.SyncBatchNorm)):
             return None
-        return ranks.members(self.layer.process_group)
+        return ranks.members(group_of(self.layer))
 
     def shift(self) -> Shift:
         """Compare the statistics with those from before."""
