@@ -56,20 +56,36 @@ def load_model(
         BnconvertError: There is no such model, or it cannot be built.
         CheckpointError: The weights are damaged, refused, or of another architecture.
     """
-    text = str(spec)
-    folder = Path(text.removeprefix("local-dir:"))
-    if folder.is_dir():
-        model = _from_folder(folder)
-        if checkpoint is None:
-            load_weights(model, folder)
-        else:
-            load_weights(model, Path(checkpoint), _recorded(folder))
-        return model
-    module, colon, name = text.partition(":")
-    model = _from_callable(module, name) if colon else _from_timm(text)
+    model = model_without_weights(spec)
+    folder = _folder(spec)
     if checkpoint is not None:
-        load_weights(model, Path(checkpoint))
+        load_weights(model, Path(checkpoint), recorded_facts(spec))
+    elif folder.is_dir():
+        load_weights(model, folder)
     return model
+
+
+def model_without_weights(spec: str | os.PathLike[str]) -> nn.Module:
+    """Build a model as `load_model` does, without the weights of a folder.
+
+    Raises:
+        BnconvertError: There is no such model, or it cannot be built.
+    """
+    text, folder = str(spec), _folder(spec)
+    if folder.is_dir():
+        return _from_folder(folder)
+    module, colon, name = text.partition(":")
+    return _from_callable(module, name) if colon else _from_timm(text)
+
+
+def recorded_facts(spec: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a model folder records beside its weights; nothing for any other model."""
+    folder = _folder(spec)
+    return _recorded(folder) if folder.is_dir() else {}
+
+
+def _folder(spec: str | os.PathLike[str]) -> Path:
+    return Path(str(spec).removeprefix("local-dir:"))
 
 
 def load_weights(model: nn.Module, path: Path, known: Mapping[str, Any] | None = None) -> None:

@@ -371,6 +371,35 @@ def test_the_head_is_kept_where_it_fits_and_reported_where_it_does_not(
     assert run_here(again)["head"] == "head kept: 3 outputs"
 
 
+@pytest.mark.parametrize("outputs", [3, 5])
+def test_a_checkpoint_may_have_the_head_that_is_wanted(
+    images: Path, tmp_path: Path, outputs: int
+) -> None:
+    source = timm.create_model(MODEL, num_classes=outputs)
+    torch.save(source.state_dict(), tmp_path / "own.pt")
+    asked = settings(
+        images,
+        tmp_path / "run",
+        epochs=1,
+        lr=0.0,
+        norm="frozen",
+        checkpoint=str(tmp_path / "own.pt"),
+        num_classes=5 if outputs == 5 else None,
+    )
+    assert run_here(asked)["head"] == f"head kept: {outputs} outputs"
+    saved = weights(tmp_path / "run")
+    assert all(torch.equal(saved[name], value) for name, value in source.state_dict().items())
+
+
+def test_a_checkpoint_with_neither_head_is_refused_as_it_was_given(
+    images: Path, tmp_path: Path
+) -> None:
+    torch.save(timm.create_model(MODEL, num_classes=7).state_dict(), tmp_path / "own.pt")
+    asked = settings(images, tmp_path / "run", checkpoint=str(tmp_path / "own.pt"))
+    with pytest.raises(bc.BnconvertError, match=r"own.pt: .*\[7, \d+\] for \[1000, "):
+        run_here(asked)
+
+
 def test_more_processes_than_images_is_refused_on_every_rank(
     own_images: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -63,7 +63,8 @@ def _load(trainer: Trainer) -> nn.Module:
     settings, folder = trainer.settings, trainer.folder.path
     if ":" not in settings.model:
         return load_model(folder)
-    model = build_model(replace(settings, checkpoint=None))
+    settings = replace(settings, checkpoint=None)
+    model = build_model(settings)
     fit_head(model, settings, len(trainer.data.classes))
     load_weights(model, folder)
     return model

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bnconvert.convert import plan_convert_sync_batchnorm
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, CheckpointError
 from bnconvert.finetune.data import seed_everything
 from bnconvert.freeze import plan_freeze_batchnorm
 from bnconvert.layers import Kind, kind_of
-from bnconvert.models import load_model
+from bnconvert.models import load_model, load_weights, model_without_weights, recorded_facts
 from bnconvert.report import LayerReport, Outcome, Report
 
 if TYPE_CHECKING:
@@ -54,15 +56,20 @@ class Head:
 
 
 def build_model(settings: Settings) -> nn.Module:
-    """Return the model with its weights, as it was saved."""
+    """Return the model; it has its weights, unless `--checkpoint` gives them (`fit_head`)."""
     seed_everything(settings.seed)
-    return load_model(settings.model, settings.checkpoint)
+    if settings.checkpoint is not None:
+        return model_without_weights(settings.model)
+    return load_model(settings.model)
 
 
 def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
-    """Give the model as many outputs as are wanted, if it has another number.
+    """Give the model as many outputs as are wanted, and the weights of `--checkpoint`.
+
+    The checkpoint may have the head of the model, or one with the number of outputs wanted.
 
     Raises:
+        CheckpointError: The checkpoint fits the model with neither head.
         BnconvertError: `--num-classes` is too small for the data, or the head must change and the
             model does not say how.
     """
@@ -71,9 +78,9 @@ def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
         raise BnconvertError(
             f"--num-classes: is {wanted} but the data has {classes} classes; give at least that"
         )
-    before = getattr(model, "num_classes", None)
-    if before is None:
-        before = _outputs(model)
+    if settings.checkpoint is not None:
+        _load_checkpoint(model, settings, wanted)
+    before = _number_of_outputs(model)
     if before == wanted:
         return Head(wanted, before, new=False)
     if not hasattr(model, "reset_classifier"):
@@ -87,8 +94,26 @@ def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
     return Head(wanted, before, new=True)
 
 
-def _outputs(model: nn.Module) -> int:
-    """Return the number of outputs of the last linear or convolution layer."""
+def _load_checkpoint(model: nn.Module, settings: Settings, wanted: int) -> None:
+    path, known = Path(settings.checkpoint or ""), recorded_facts(settings.model)
+    try:
+        load_weights(model, path, known)
+    except CheckpointError:
+        reset: Any = getattr(model, "reset_classifier", None)
+        if reset is None or _number_of_outputs(model) == wanted:
+            raise
+        reset(wanted)
+        with contextlib.suppress(CheckpointError):
+            load_weights(model, path, known)
+            return
+        raise
+
+
+def _number_of_outputs(model: nn.Module) -> int:
+    """Return what the model says, or the outputs of its last linear or convolution layer."""
+    said = getattr(model, "num_classes", None)
+    if said is not None:
+        return int(said)
     last = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     if not last:
         raise BnconvertError("model: has neither num_classes nor a linear layer to count outputs")
