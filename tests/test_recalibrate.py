@@ -142,6 +142,59 @@ def test_a_layer_that_is_called_twice_counts_both_calls_and_later_layers_see_the
     assert_pooled(model.second, hidden.detach(), 1e-9)
 
 
+class OwnOutput(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.norm, self.gain = nn.BatchNorm1d(4, affine=False), gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm((self.norm(x) * self.gain + 1).square())
+        return output
+
+
+def test_a_layer_fed_by_its_own_output_comes_to_rest_or_says_that_it_does_not() -> None:
+    values = samples(40, 4, mean=2.0).double()
+    model = OwnOutput(0.3).double()
+    report = bc.recalibrate_batchnorm(model, split(values, [25, 15]))
+    inner = (model.eval().norm(values) * 0.3 + 1).square()
+    assert_pooled(model.norm, torch.cat([values, inner]), 1e-9)
+    assert "fed by its own output" not in str(report)
+    assert "fed by its own output" in str(
+        bc.recalibrate_batchnorm(OwnOutput(9.0), [values.float()])
+    )
+
+
+class MakesTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.devices: set[str] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.devices.add(torch.zeros(1).device.type)
+        output: torch.Tensor = self.norm(x)
+        return output
+
+
+def test_batches_run_under_the_default_device_of_the_caller() -> None:
+    model, values = MakesTensors(), samples(8, 4)
+    with torch.device("meta"):
+        bc.recalibrate_batchnorm(model, [values])
+    assert model.devices == {"meta"}
+
+
+def test_arguments_of_another_kind_are_refused_by_name() -> None:
+    values = samples(8, 4)
+    for changes, message in (
+        ({"loader": 5}, "loader: expected batches to iterate over, got 5"),
+        ({"device": "gpu"}, "device: torch knows no 'gpu'"),
+        ({"num_batches": "2"}, "num_batches: is '2'"),
+    ):
+        arguments: dict[str, Any] = {"loader": [values], **changes}
+        with pytest.raises(bc.BnconvertError, match=message):
+            bc.recalibrate_batchnorm(nn.BatchNorm1d(4), **arguments)
+
+
 def test_frozen_layers_and_dropout_are_left_alone_and_reported() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     bc.freeze_batchnorm(model, include="0")

@@ -89,12 +89,15 @@ class _TorchContext:
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ]
+        self._default_device = torch.get_default_device()
         self._cuda_device = torch.cuda.current_device() if _cuda_in_use() else None
 
     def enter(self) -> ExitStack:
         """Return an open context with the settings, and without gradients."""
         stack = ExitStack()
         stack.enter_context(torch.no_grad())
+        if self._default_device.type != "cpu":
+            stack.enter_context(self._default_device)
         for device, dtype, cache in self._autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
         if self._cuda_device is not None:

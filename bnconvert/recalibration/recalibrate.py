@@ -101,6 +101,7 @@ def recalibrate_batchnorm(
         network = unwrap(model)
         found = find_layers(network)
         _check(network, num_batches, estimator)
+        where = _device(device, network)
     except Exception as error:  # the other ranks wait for this one
         ranks.fail(error)
         raise
@@ -109,7 +110,7 @@ def recalibrate_batchnorm(
         found.statistics,
         ranks,
         forward or default_forward,
-        torch.device(device) if device is not None else _device_of(network),
+        where,
         progress or (lambda done, total: None),
     )
     with ExitStack() as restore:
@@ -132,8 +133,8 @@ def _check(network: nn.Module, num_batches: int | None, estimator: str) -> None:
         raise BnconvertError(
             f"estimator: is {estimator!r}; use one of {', '.join(get_args(Estimator))}"
         )
-    if num_batches is not None and num_batches < 1:
-        raise BnconvertError(f"num_batches: is {num_batches}; give at least 1 or None")
+    if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
+        raise BnconvertError(f"num_batches: is {num_batches!r}; give at least 1 or None")
     if estimator == "population" and is_sharded(network):
         raise BnconvertError(
             "model: its parameters are sharded (FSDP), so its batches cannot wait for each other "
@@ -144,7 +145,14 @@ def _check(network: nn.Module, num_batches: int | None, estimator: str) -> None:
             raise BnconvertError(f"{name}: is on the meta device; load weights first")
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    if device is not None:
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise BnconvertError(
+                f"device: torch knows no {device!r}; give 'cpu' or 'cuda'"
+            ) from error
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
@@ -162,8 +170,12 @@ def _keep_flags(model: nn.Module, restore: ExitStack) -> None:
 
 def _batches(loader: Iterable[Any], num_batches: int | None) -> Iterable[Any]:
     """Yield the batches that are asked for; none or too few are an error."""
+    try:
+        iterator = iter(loader)
+    except TypeError as error:
+        raise BnconvertError(f"loader: expected batches to iterate over, got {loader!r}") from error
     count = 0
-    for batch in itertools.islice(loader, num_batches):
+    for batch in itertools.islice(iterator, num_batches):
         count += 1
         yield batch
     if not count:
@@ -195,19 +207,20 @@ class _Run:
 
         A layer that calls wait at more than once gets its statistics in parts, and what runs
         between the parts used the first of them. Then the pass is repeated with those layers
-        held at the statistics of the pass before: each pass makes the next of them exact.
+        held at the statistics of the pass before, until none of them moves: each pass makes the
+        next of them exact. A layer that is fed by its own output need not come to rest.
         """
         kept = list(batches)
         names = {statistics.name: statistics for statistics in self.layers.values()}
-        held: frozenset[str] = frozenset()
-        passes = 1
-        while passes:
-            again = self._pass(kept, names, held)
-            passes = len(again) if not held else passes - 1
-            held = held or frozenset(again)
-            if held:
-                for name in held:
-                    names[name].settle()
+        held = frozenset(self._pass(kept, names, frozenset()))
+        repeated = [names[name] for name in held]
+        for _ in range(len(held) + _PASSES_TO_REST if held else 0):
+            for statistics in repeated:
+                statistics.settle_part()
+            self._pass(kept, names, held)
+            moving = [statistics for statistics in repeated if not statistics.rests()]
+            if not moving:
+                return
 
     def _pass(
         self, batches: list[Any], names: dict[str, Statistics], held: frozenset[str]
@@ -245,7 +258,7 @@ class _Run:
         statistics.fresh.clear()
         statistics.parts.append(merged(self.ranks.share(own)))
         if not is_held:
-            statistics.settle()
+            statistics.settle_part()
 
     def mean_of_batches(self, batches: Iterable[Any]) -> None:
         """Estimate all layers at once, each batch normalized by its own statistics."""
@@ -299,6 +312,9 @@ class _Run:
 
 
 _END = object()
+
+_PASSES_TO_REST = 50
+"""Passes for layers that are fed by their own output, beyond one for each repeated layer."""
 
 
 def _arrive(statistics: Statistics, values: Tensor, held: frozenset[str]) -> None:

@@ -99,6 +99,7 @@ class Statistics:
         fresh: Moments of the calls that wait for the layer's statistics.
         parts: Moments of all ranks that were pooled since the pass began.
         averages: Sums of the batches' statistics.
+        restless: How far a further pass would move the statistics, in standard deviations.
     """
 
     name: str
@@ -112,17 +113,27 @@ class Statistics:
         self._before = (self.mean.clone(), self.variance.clone())
         zero = torch.zeros(self.mean.shape, dtype=torch.float64)
         self.averages = _Averages(0, zero, zero)
+        self.restless = 0.0
 
     @property
     def reached(self) -> bool:
         """Whether values came to the layer."""
         return bool(self.parts) or self.averages.batches > 0
 
-    def settle(self) -> None:
+    def settle_part(self) -> None:
         """Give the layer the statistics of all pooled parts."""
         moments = merged(self.parts)
         self._check_count(moments)
         self._write(moments.mean, moments.unbiased_variance)
+
+    def rests(self) -> bool:
+        """Return whether the pooled parts are what the layer has, and remember how far from it."""
+        moments = merged(self.parts)
+        new = moments.mean.to(self.mean), moments.unbiased_variance.to(self.variance)
+        shift = self._shift((self.mean, self.variance), new)
+        moved = max(shift.mean, shift.variance_high - 1, 1 - shift.variance_low)
+        self.restless = moved if moved > 16 * torch.finfo(self.mean.dtype).eps else 0.0
+        return self.restless == 0
 
     def add_batch(self, moments: Moments) -> None:
         """Count a batch, and let the layer normalize it by its own statistics."""
@@ -151,10 +162,10 @@ class Statistics:
 
     def shift(self) -> Shift:
         """Compare the statistics with those from before."""
-        before, now = (
-            [t.detach().double().cpu() for t in pair]
-            for pair in (self._before, (self.mean, self.variance))
-        )
+        return self._shift(self._before, (self.mean, self.variance))
+
+    def _shift(self, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Shift:
+        before, now = ([t.detach().double().cpu() for t in pair] for pair in (old, new))
         eps = max(float(getattr(self.layer, "eps", 0.0)), torch.finfo(torch.float64).tiny)
         moved = (now[0] - before[0]).abs() / (before[1] + eps).sqrt()
         low, high = torch.aminmax((now[1] + eps) / (before[1] + eps))
@@ -231,5 +242,8 @@ def make_report(found: Found) -> RecalibrationReport:
             why = reason or "the forward pass does not reach it"
             layers += norm.entries(Outcome.LEFT, reason=why)
         else:
-            layers += norm.entries(Outcome.REWRITTEN, now=str(shift))
+            restless = found.statistics[norm.module].restless
+            moves = f"; fed by its own output, which still moves it by {restless:.1g} sd per pass"
+            now = f"{shift}{moves if restless else ''}"
+            layers += norm.entries(Outcome.REWRITTEN, now=now)
     return RecalibrationReport("recalibrate", tuple(layers), tuple(shifts.values()))
