@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.layers import Kind, foreign
-from bnconvert.layers.frozen import frozen_state
+from bnconvert.layers.frozen import AFFINE, frozen_state
 from bnconvert.layers.sync import SyncMixin
 from bnconvert.report import SCHEMA, format_table
 from bnconvert.walk import Norm, find_norms
@@ -200,7 +200,18 @@ def _findings(norm: Norm, model_trains: bool) -> list[str]:
         return texts
     if isinstance(module, SyncMixin) and module._bnconvert_group.lost:
         texts.append("its process group was lost in pickling; the default group is used")
-    return texts + _never_updated(module, mean, var) + _variance_findings(var)
+    return [
+        *texts,
+        *_never_updated(module, mean, var),
+        *_value_findings("running_mean", mean, [(~torch.isfinite(mean), "is not finite")]),
+        *_value_findings("running_var", var, _variance_checks(var)),
+        *(
+            text
+            for name in AFFINE
+            if (tensor := _tensor(module, name)) is not None and not tensor.is_meta
+            for text in _value_findings(name, tensor, [(~torch.isfinite(tensor), "is not finite")])
+        ),
+    ]
 
 
 def _freezing_findings(norm: Norm, model_trains: bool) -> list[str]:
@@ -225,20 +236,23 @@ def _never_updated(module: nn.Module, mean: Tensor, var: Tensor) -> list[str]:
     return []
 
 
-def _variance_findings(var: Tensor) -> list[str]:
-    checks = (
-        (~torch.isfinite(var), "running_var is not finite"),
-        (var < 0, "running_var is negative"),
-        (var == 0, "running_var is zero"),
-        (torch.isfinite(var) & (var.double() > HALF_MAX), "running_var is beyond float16"),
-    )
+def _variance_checks(var: Tensor) -> list[tuple[Tensor, str]]:
+    return [
+        (~torch.isfinite(var), "is not finite"),
+        (var < 0, "is negative"),
+        (var == 0, "is zero"),
+        (torch.isfinite(var) & (var.double() > HALF_MAX), "is beyond float16"),
+    ]
+
+
+def _value_findings(name: str, values: Tensor, checks: list[tuple[Tensor, str]]) -> list[str]:
     texts = []
     for mask, what in checks:
         count = int(mask.sum())
         if count:
             channel = int(mask.nonzero()[0])
             texts.append(
-                f"{what} in {count} of {var.numel()} channels, the first is channel {channel} "
-                f"({float(var[channel]):g})"
+                f"{name} {what} in {count} of {values.numel()} channels, the first is channel "
+                f"{channel} ({float(values.detach()[channel]):g})"
             )
     return texts

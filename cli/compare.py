@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bnconvert.cli.output import UsageError, json_option, note, show
+from bnconvert.cli.output import (
+    UsageError,
+    images_of_size,
+    input_size_option,
+    json_option,
+    note,
+    show,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--checkpoint-a", metavar="FILE", help="Load these weights into A.")
 @click.option("--checkpoint-b", metavar="FILE", help="Load these weights into B.")
 @click.option("--images", metavar="DIR", help="Compare on the images in this folder.")
+@input_size_option
 @click.option("--layers", is_flag=True, help="Also show the difference of every layer.")
 @click.option(
     "--plot", metavar="FILE", help="Draw the differences of layers into an .svg or .png file."
@@ -39,6 +47,7 @@ def command(
     checkpoint_a: str | None,
     checkpoint_b: str | None,
     images: str | None,
+    input_size: str | None,
     layers: bool,
     plot: str | None,
     force: bool,
@@ -54,11 +63,14 @@ def command(
 
     if force and not plot:
         raise UsageError("--force: there is no --plot to replace; leave it out")
+    if images and input_size:
+        raise UsageError("--input-size: --images gives the inputs; leave one of them out")
     if plot:
         check_plot(Path(plot), overwrite=force)
     comparison = compare(
         _load(a, checkpoint_a, "--checkpoint-a"),
         _load(b, checkpoint_b, "--checkpoint-b"),
+        images_of_size(input_size, 2),
         images=images,
         layers=layers or plot is not None,
     )

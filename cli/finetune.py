@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bnconvert.cli.output import UsageError, json_option
+from bnconvert.cli.output import UsageError, emit, json_option
 from bnconvert.errors import BnconvertError
 from bnconvert.finetune.options import settings_options
 
@@ -39,7 +39,7 @@ def command(nproc: int | None, master_port: int | None, as_json: bool, **options
         raise UsageError(str(error)) from error
     launch(settings, nproc or _default_processes(), master_port)
     summary = json.loads((Path(settings.output) / "summary.json").read_text())
-    click.echo(json.dumps(summary, indent=2) if as_json else _table(summary))
+    emit(json.dumps(summary, indent=2) if as_json else _table(summary))
 
 
 def _default_processes() -> int:

@@ -5,6 +5,8 @@ stdout carries the table or the JSON and nothing else; notes and progress go to 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 EXIT_LEFT = 3
 
+_STDOUT = "bnconvert.stdout"
+"""Where the context of a command keeps the stream for its result."""
+
 
 class UsageError(BnconvertError):
     """The command line contradicts itself; exit code 2."""
@@ -36,7 +41,12 @@ class Printable(Protocol):
 
 def show(result: Printable, as_json: bool) -> None:
     """Print a result on stdout, as its table or as JSON."""
-    click.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
+    emit(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
+
+
+def emit(text: str) -> None:
+    """Print the result of a command on stdout."""
+    click.echo(text, file=click.get_current_context().meta.get(_STDOUT))
 
 
 def note(text: str) -> None:
@@ -66,8 +76,15 @@ def model_argument(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, not a table.")(command)
+    """Add `--json`, and send to stderr what models print while the command runs."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        click.get_current_context().meta[_STDOUT] = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            return command(*args, **kwargs)
+
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, not a table.")(run)
 
 
 def output_options(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -94,7 +111,7 @@ def input_size_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--input-size",
         metavar="CxHxW",
-        help="Size of the images to capture the model with. [default: the model's own]",
+        help="Size of the input images. [default: the model's own]",
     )(command)
 
 

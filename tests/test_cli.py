@@ -127,6 +127,25 @@ def test_a_callable_of_the_working_directory(tmp_path: Path) -> None:
     assert done.stdout.startswith("1 BatchNorm layers")
 
 
+def test_what_a_model_prints_does_not_end_up_in_the_result(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talking.py").write_text(
+        "from torch import nn\n\nprint('import')\n\n\nclass Talking(nn.BatchNorm2d):\n"
+        "    def _check_input_dim(self, x):\n        print('forward')\n\n\n"
+        "def build():\n    print('build')\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 1), Talking(4))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for command in (
+        ["inspect", "talking:build"],
+        ["compare", "talking:build", "talking:build", "--input-size", "3x8x8"],
+    ):
+        done = run(*command, "--json")
+        assert json.loads(done.stdout), done
+        assert "build" in done.stderr
+
+
 def test_doctor_says_which_kernels_would_run(run: Run) -> None:
     done = run("doctor", "--json")
     facts = json.loads(done.stdout)

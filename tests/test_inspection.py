@@ -26,6 +26,15 @@ def findings(model: nn.Module) -> dict[str, str]:
     return {f.name: f.text for f in inspect_batchnorm(model).findings}
 
 
+@pytest.mark.parametrize("name", ["running_mean", "weight", "bias"])
+def test_values_that_are_not_finite_are_found(name: str) -> None:
+    layer = trained(nn.BatchNorm2d(4))
+    with torch.no_grad():
+        getattr(layer, name)[1] = float("-inf")
+    text = f"{name} is not finite in 1 of 4 channels, the first is channel 1 (-inf)"
+    assert findings(layer) == {"": text}
+
+
 def test_every_kind_of_layer_is_listed_with_its_facts() -> None:
     shared = trained(nn.BatchNorm2d(3, eps=1e-3, momentum=None))
     model = nn.ModuleDict(

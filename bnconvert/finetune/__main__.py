@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -50,7 +51,8 @@ def _run(settings: Settings) -> None:
 
     with joined() as processes:
         console = Console(shown=processes.is_first, epochs=settings.epochs)
-        summary = run(settings, processes, console)
+        with contextlib.redirect_stdout(sys.stderr):  # what models print is no result
+            summary = run(settings, processes, console)
         if processes.is_first and LAUNCHED not in os.environ:
             click.echo(json.dumps(summary["final"]))
 
