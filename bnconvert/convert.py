@@ -192,5 +192,5 @@ def _describe_unknown(unknown: list[Norm]) -> str:
     )
     return (
         f"{len(unknown)} unknown BatchNorm-like layers ({listed}); "
-        'exclude them, or leave them with on_unknown="skip" (--on-unknown skip)'
+        'exclude them, or leave them with on_unknown="skip"'
     )

@@ -19,6 +19,7 @@ from torch import nn
 import bnconvert as bc
 from bnconvert.finetune.batches import Plan
 from bnconvert.finetune.console import Console
+from bnconvert.finetune.network import build_model, prepare_norms
 from bnconvert.finetune.options import settings_options, to_arguments
 from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
@@ -304,6 +305,33 @@ def test_every_usual_kind_of_image_counts_and_hidden_files_do_not(
     draw_shape("bar", torch.Generator()).save(hidden / "0-checkpoint.png")
     source, _ = open_sources(str(folder), None, 0.2)
     assert len(source) == 42 + len(kinds)
+
+
+def test_floating_point_images_are_refused_by_name(tmp_path: Path) -> None:
+    values = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    Image.fromarray(values).save(tmp_path / "float.tif")
+    with pytest.raises(bc.BnconvertError, match=r"float.tif: cannot be read .*floating point"):
+        read_image(str(tmp_path / "float.tif"))
+
+
+def test_hidden_folders_are_no_classes(own_images: Callable[[str], Path]) -> None:
+    folder = own_images("hidden")
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    (folder / "val" / "__MACOSX").mkdir()
+    train, validation = open_sources(str(folder), None, 0.2)
+    assert train.classes == validation.classes == tuple(sorted(CLASSES))
+
+
+def test_plain_training_of_a_folder_that_was_saved_synchronised(
+    images: Path, tmp_path: Path
+) -> None:
+    model = bc.convert_sync_batchnorm(timm.create_model(MODEL, num_classes=3))
+    bc.save_model(model, tmp_path / "sync")
+    asked = settings(images, tmp_path / "run", model=str(tmp_path / "sync"), norm="plain")
+    loaded = build_model(asked)
+    assert bc.is_synchronized(loaded)
+    prepare_norms(loaded, asked)
+    assert not bc.is_synchronized(loaded)
 
 
 def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -187,3 +188,16 @@ def test_plain_layers_are_left() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
     report = plan_revert_sync_batchnorm(model).report
     assert report.left[0].reason == "it is not synchronised (plain)"
+
+
+def test_activations_that_torchs_converter_dropped_come_back() -> None:
+    model = timm.create_model("test_efficientnet").eval()
+    randomize_batchnorm(model)
+    types, x = [type(m) for m in model.modules()], torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = model(x)
+        torch_convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        damaged = torch_convert(copy.deepcopy(model)).eval()
+        revert_sync_batchnorm(damaged, example_inputs=x)
+        assert torch.equal(damaged(x), expected)
+    assert [type(m) for m in damaged.modules()] == types

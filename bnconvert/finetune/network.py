@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bnconvert.convert import plan_convert_sync_batchnorm
+from bnconvert.convert import plan_convert_sync_batchnorm, revert_sync_batchnorm
 from bnconvert.errors import BnconvertError, CheckpointError
 from bnconvert.finetune.data import seed_everything
 from bnconvert.freeze import plan_freeze_batchnorm
@@ -133,6 +133,8 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
                 f"--freeze: {pattern!r} matches no BatchNorm layer that can be frozen; see "
                 "bnconvert inspect for their names"
             )
+    if settings.norm != "sync":  # a folder may have been saved with synchronised layers
+        revert_sync_batchnorm(model, include=lambda _, module: kind_of(module) is Kind.SYNC)
     include = None if settings.norm == "frozen" else settings.freeze
     plan = plan_freeze_batchnorm(model, include=include)
     plan.apply()

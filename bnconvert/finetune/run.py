@@ -156,6 +156,9 @@ def _announce(
         console.note(f"{len(data.skipped)} images cannot be read and are left out:")
         for path in data.skipped:
             console.note(f"  {path}")
+    folder = Path(settings.model.removeprefix("local-dir:"))
+    if settings.checkpoint is None and ":" not in settings.model and not folder.is_dir():
+        console.note(f"{settings.model}: starts from random weights; --checkpoint gives others")
     console.note(str(head))
     console.note(str(report))
 

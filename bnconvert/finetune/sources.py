@@ -91,6 +91,7 @@ def read_image(path: str) -> Image:
 
     try:
         with Image.open(path) as image:
+            _refuse_floats(image)
             if image.mode.startswith(
                 "I"
             ):  # 16 bits, of which convert() would cut off the high ones
@@ -100,6 +101,11 @@ def read_image(path: str) -> Image:
         raise BnconvertError(
             f"{path}: cannot be read as an image ({error}); remove it, or use --skip-bad-images"
         ) from error
+
+
+def _refuse_floats(image: Image) -> None:
+    if image.mode == "F":  # convert() would cut off all but 0 to 255
+        raise ValueError("it holds floating point numbers of unknown range")
 
 
 def open_sources(data: str, root: str | None, val_fraction: float) -> tuple[Source, Source]:
@@ -142,7 +148,9 @@ def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource
     from timm.data.readers.reader_image_folder import find_images_and_targets
     from timm.utils.misc import natural_key
 
-    present = sorted((entry.name for entry in folder.iterdir() if entry.is_dir()), key=natural_key)
+    folders = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    visible = (name for name in folders if not name.startswith((".", "__MACOSX")))
+    present = sorted(visible, key=natural_key)
     if not present:
         raise BnconvertError(f"{folder}: holds no folder of a class; give one folder per class")
     if classes is None and len(present) == 1:

@@ -103,9 +103,15 @@ def _is_library_class(cls: type, foreign: ForeignSync) -> bool:
 
 
 def plain_class(module: nn.Module, foreign: ForeignSync, dims: int) -> type[nn.Module]:
-    """Return the class that the layer becomes; timm's keeps its activation where it has one."""
-    if foreign is _TIMM and "act" in module._modules and "drop" in module._modules:
-        act2d: type[nn.Module] = sys.modules["timm.layers.norm_act"].BatchNormAct2d
+    """Return the class that the layer becomes; timm's keeps its activation where it has one.
+
+    torch's own converter drops the activation of timm's layers from what they compute and leaves
+    it among their children, from where it comes back here.
+    """
+    activates = foreign in (_TIMM, _TORCH) and {"act", "drop"} <= module._modules.keys()
+    norm_act = sys.modules.get("timm.layers.norm_act")
+    if activates and norm_act is not None:
+        act2d: type[nn.Module] = norm_act.BatchNormAct2d
         return act2d
     stock: dict[int, type[_BatchNorm]] = {
         1: nn.BatchNorm1d,

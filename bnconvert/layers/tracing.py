@@ -16,4 +16,8 @@ def traced_call(layer: nn.Module, input: Any) -> Any:  # noqa: A002 (torch's nam
     if not isinstance(input, fx.Proxy):
         return None
     name = input.tracer.path_of_module(layer)  # type: ignore[attr-defined]
+    if not name:
+        raise fx.proxy.TraceError(
+            "a normalization layer is traced as one call; trace the model that it is part of"
+        )
     return input.tracer.create_proxy("call_module", name, (input,), {})
