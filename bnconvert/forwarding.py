@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     """Call the model on a batch that is a tensor, or whose first item is one.
 
     Raises:
-        BnconvertError: The batch is something else.
+        BnconvertError: The batch is something else, or the model does not run on it.
     """
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if not isinstance(first, torch.Tensor):
@@ -59,7 +59,16 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
             f"loader: a batch is a {type(batch).__name__} that does not start with a tensor; "
             "pass forward=lambda model, batch: model(...)"
         )
-    return model(first)
+    try:
+        return model(first)
+    except BnconvertError:
+        raise
+    except Exception as error:
+        raise BnconvertError(
+            f"model: does not run on a batch of shape {tuple(first.shape)} and {first.dtype} "
+            f"({type(error).__name__}: {first_line(error)}); give batches that fit, or pass "
+            "forward=lambda model, batch: model(...)"
+        ) from error
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

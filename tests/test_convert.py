@@ -310,7 +310,8 @@ def test_a_subclass_made_in_a_function_or_a_cell_stays_a_base() -> None:
     class MyBatchNorm2d(nn.BatchNorm2d):
         @functools.lru_cache  # noqa: B019 (hides the use of super)
         def extra_repr(self) -> str:
-            return super().extra_repr() + ", mine"
+            text: str = super().extra_repr()  # type: ignore[no-untyped-call]
+            return text + ", mine"
 
     namespace: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
     cell = "class CellBatchNorm2d(nn.BatchNorm2d):\n  pass"
@@ -356,7 +357,8 @@ def test_names_of_a_subclass_are_not_shadowed(change: Any) -> None:
 
 
 def test_a_forward_replaced_after_conversion_is_refused_by_name_until_it_is_put_back() -> None:
-    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    model: Any = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    convert_sync_batchnorm(model)
     old = model[1].forward
     model[1].forward = lambda x: old(x)
     assert is_synchronized(model[1])
@@ -369,9 +371,9 @@ def test_a_forward_replaced_after_conversion_is_refused_by_name_until_it_is_put_
     model[1].forward = old  # as accelerate's remove_hook_from_module does
     revert_sync_batchnorm(model)
     assert type(model[1]) is nn.BatchNorm2d
-    assert model[1].forward.__func__ is nn.BatchNorm2d.forward
+    assert model[1].forward.__func__ == nn.BatchNorm2d.forward
     convert_sync_batchnorm(model)
-    assert model[1].forward.__func__ is SyncBatchNorm2d.forward
+    assert model[1].forward.__func__ == SyncBatchNorm2d.forward
     copied = copy.deepcopy(model)
     assert copied[1].forward.__self__ is copied[1]
 

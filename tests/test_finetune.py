@@ -19,7 +19,7 @@ from torch import nn
 import bnconvert as bc
 from bnconvert.finetune.batches import Plan
 from bnconvert.finetune.console import Console
-from bnconvert.finetune.network import build_model, prepare_norms
+from bnconvert.finetune.network import build_model, check_forward, prepare_norms
 from bnconvert.finetune.options import settings_options, to_arguments
 from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
@@ -332,6 +332,28 @@ def test_plain_training_of_a_folder_that_was_saved_synchronised(
     assert bc.is_synchronized(loaded)
     prepare_norms(loaded, asked)
     assert not bc.is_synchronized(loaded)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x), x
+
+
+def test_a_model_that_does_not_run_or_gives_no_scores_is_refused_in_one_line() -> None:
+    model = TwoOutputs().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(bc.BnconvertError, match="model: gives tuple for an image"):
+        check_forward(model, (3, 8, 8))
+    with pytest.raises(bc.BnconvertError, match=r"does not run on an image of 4x8x8"):
+        check_forward(model, (4, 8, 8))
+    with pytest.raises(bc.BnconvertError, match=r"model: gives \(1, 3, 8, 8\) for an image"):
+        check_forward(model.layers[:2], (3, 8, 8))
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_a_shared_parameter_is_trained_again_when_its_last_layer_is() -> None:
 
 
 def test_a_forward_replaced_after_freezing_is_refused_by_name() -> None:
-    model = nn.Sequential(bc.freeze_batchnorm(nn.BatchNorm2d(3)), nn.BatchNorm2d(3))
+    model: Any = nn.Sequential(bc.freeze_batchnorm(nn.BatchNorm2d(3)), nn.BatchNorm2d(3))
     old: Any = model[0].forward
     model[0].forward = lambda x: old(x)
     with pytest.raises(bc.BnconvertError, match=r"1 layers .* they were frozen \(0\); undo that"):

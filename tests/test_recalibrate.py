@@ -198,6 +198,12 @@ def test_arguments_of_another_kind_are_refused_by_name() -> None:
             bc.recalibrate_batchnorm(nn.BatchNorm1d(4), **arguments)
 
 
+def test_a_model_that_does_not_run_on_a_batch_is_named_with_what_it_said() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    with pytest.raises(bc.BnconvertError, match=r"on a batch of shape \(8, 4\) .*not implemented"):
+        bc.recalibrate_batchnorm(model, [samples(8, 4).to(torch.uint8)])
+
+
 def test_frozen_layers_and_dropout_are_left_alone_and_reported() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.9), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     bc.freeze_batchnorm(model, include="0")

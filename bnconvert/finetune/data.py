@@ -69,6 +69,7 @@ class Data:
         skipped: Files that cannot be read and were left out.
         workers: Loading processes of this process.
         pin: Whether batches are put where a GPU copies them from.
+        size: Channels, height and width of an image as the model gets it.
     """
 
     train: Examples
@@ -78,6 +79,7 @@ class Data:
     skipped: tuple[str, ...]
     workers: int
     pin: bool
+    size: tuple[int, int, int]
 
     def loader(self, examples: Examples, batches: Iterable[Sequence[Key]]) -> DataLoader[Any]:
         """Return a loader of the batches, which name images by epoch and number."""
@@ -171,6 +173,7 @@ def open_data(settings: Settings, model: nn.Module, processes: Processes) -> Dat
         tuple(skipped),
         _workers(settings, processes),
         processes.device.type == "cuda",
+        tuple(config["input_size"]),
     )
 
 

@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bnconvert.convert import plan_convert_sync_batchnorm, revert_sync_batchnorm
-from bnconvert.errors import BnconvertError, CheckpointError
+from bnconvert.errors import BnconvertError, CheckpointError, first_line
 from bnconvert.finetune.data import seed_everything
 from bnconvert.freeze import plan_freeze_batchnorm
 from bnconvert.layers import Kind, kind_of
 from bnconvert.models import load_model, load_weights, model_without_weights, recorded_facts
+from bnconvert.probe import untouched
 from bnconvert.report import LayerReport, Outcome, Report
 
 if TYPE_CHECKING:
@@ -92,6 +93,36 @@ def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
     reset: Any = model.reset_classifier
     reset(wanted)
     return Head(wanted, before, new=True)
+
+
+def check_forward(model: nn.Module, size: tuple[int, int, int]) -> None:
+    """Run the model once in eval mode, and leave it as it is.
+
+    Args:
+        model: The model on the device of the run.
+        size: Channels, height and width of an image.
+
+    Raises:
+        BnconvertError: The model does not run on such an image, or gives something other than a
+            score per class.
+    """
+    parameter = next(model.parameters(), torch.empty(0))
+    image = torch.zeros((1, *size), device=parameter.device, dtype=parameter.dtype)
+    try:
+        with untouched(model):
+            output = model(image)
+    except Exception as error:
+        raise BnconvertError(
+            f"model: does not run on an image of {'x'.join(map(str, size))} "
+            f"({type(error).__name__}: {first_line(error)}); give another --img-size, or another "
+            "model"
+        ) from error
+    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+        given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise BnconvertError(
+            f"model: gives {given} for an image, and training needs one tensor (1, classes); give "
+            "a model that returns the scores alone"
+        )
 
 
 def _load_checkpoint(model: nn.Module, settings: Settings, wanted: int) -> None:

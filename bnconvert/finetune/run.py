@@ -14,6 +14,7 @@ from bnconvert.finetune.finish import finish
 from bnconvert.finetune.network import (
     Head,
     build_model,
+    check_forward,
     fit_head,
     least_images,
     memory_format,
@@ -61,6 +62,7 @@ def run(settings: Settings, processes: Processes, console: Console) -> dict[str,
     report = prepare_norms(model, settings)
     _announce(console, settings, processes, data, head, report)
     trainer = _trainer(settings, processes, console, folder, model, data)
+    check_forward(trainer.model, data.size)
     state = folder.load(settings, trainer.facts) if settings.resume else None
     if settings.resume and state is None:
         console.note(f"{settings.output}: holds no saved state to resume; starts anew")
