@@ -20,8 +20,8 @@ from bnconvert.layers.frozen import (
     frozen_state,
 )
 from bnconvert.layers.group import GROUP_KEY
-from bnconvert.layers.instance import replaces_forward
 from bnconvert.layers.kinds import why_unknown
+from bnconvert.layers.own_forward import replaces_forward
 from bnconvert.layers.swap import swap_class
 from bnconvert.plan import Edit, Plan, Undo
 from bnconvert.report import LayerReport, Outcome, Report
@@ -155,8 +155,9 @@ def plan_unfreeze_batchnorm(
             continue
         target = _thawed_class(norm.module) if state.stats else type(norm.module)
         edits.append(swap_class(norm.module, norm.name, target, drop=(FROZEN_KEY,)))
+        parameters = affine_parameters(norm.module)
         flags = {
-            name: required and id(affine_parameters(norm.module).get(name)) not in held
+            name: required and id(parameters.get(name)) not in held
             for name, required in (state.requires_grad or {}).items()
         }
         edits.append(_require_grad(norm.module, flags))

@@ -57,10 +57,10 @@ def load_model(
         CheckpointError: The weights are damaged, refused, or of another architecture.
     """
     model = model_without_weights(spec)
-    folder = _folder(spec)
+    folder = model_folder(spec)
     if checkpoint is not None:
         load_weights(model, Path(checkpoint), recorded_facts(spec))
-    elif folder.is_dir():
+    elif folder is not None:
         load_weights(model, folder)
     return model
 
@@ -71,21 +71,23 @@ def model_without_weights(spec: str | os.PathLike[str]) -> nn.Module:
     Raises:
         BnconvertError: There is no such model, or it cannot be built.
     """
-    text, folder = str(spec), _folder(spec)
-    if folder.is_dir():
+    folder = model_folder(spec)
+    if folder is not None:
         return _from_folder(folder)
-    module, colon, name = text.partition(":")
-    return _from_callable(module, name) if colon else _from_timm(text)
+    module, colon, name = str(spec).partition(":")
+    return _from_callable(module, name) if colon else _from_timm(str(spec))
 
 
 def recorded_facts(spec: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a model folder records beside its weights; nothing for any other model."""
-    folder = _folder(spec)
-    return _recorded(folder) if folder.is_dir() else {}
+    folder = model_folder(spec)
+    return {} if folder is None else _recorded(folder)
 
 
-def _folder(spec: str | os.PathLike[str]) -> Path:
-    return Path(str(spec).removeprefix("local-dir:"))
+def model_folder(spec: str | os.PathLike[str]) -> Path | None:
+    """Return the model folder that a spec names, or None where it names something else."""
+    folder = Path(str(spec).removeprefix("local-dir:"))
+    return folder if folder.is_dir() else None
 
 
 def load_weights(model: nn.Module, path: Path, known: Mapping[str, Any] | None = None) -> None:

@@ -34,11 +34,10 @@ class Selection:
         Raises:
             BnconvertError: Naming what was given and a layer that there is.
         """
-        if not (norms and self._by_name and self._include) or any(
-            self._includes(norm) for norm in norms
-        ):
+        patterns = self._include if self._by_name else None
+        if not patterns or not norms or any(self._includes(norm) for norm in norms):
             return
-        given = ", ".join(text for text, _ in self._include)
+        given = ", ".join(text for text, _ in patterns)
         raise BnconvertError(
             f"include: {given} matches none of the {len(norms)} BatchNorm layers; the first is "
             f"{norms[0].name or 'the model itself, whose name is empty'}, and bnconvert inspect "
@@ -70,8 +69,9 @@ def _predicates(argument: str, patterns: Patterns) -> list[tuple[str, Predicate]
                 f"{argument}: expected fnmatch patterns on names, or a function of name and "
                 f"module, got {pattern!r}"
             )
-    return [(repr(pattern), _matcher(pattern)) for pattern in found]
+    return [(repr(pattern), named_like(pattern)) for pattern in found]
 
 
-def _matcher(pattern: str) -> Predicate:
+def named_like(pattern: str) -> Predicate:
+    """Return a function of name and module that tells whether the name matches a pattern."""
     return lambda name, module: fnmatchcase(name, pattern)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from bnconvert.errors import BnconvertError, UnknownLayerError
-from bnconvert.layers.instance import replaces_forward
 from bnconvert.layers.kinds import Kind, kind_of
+from bnconvert.layers.own_forward import replaces_forward
 from bnconvert.report import LayerReport, Outcome
 
 if TYPE_CHECKING:

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from bnconvert.kernels import comm, selection
+from tests.shapes import write_shapes
 from tests.shim.driver import ShimDriver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 CPU = torch.device("cpu")
@@ -35,3 +37,9 @@ def one_rank(tmp_path: Any) -> Iterator[None]:
     with comm.forced():
         yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of small images of three classes, in train and val."""
+    return write_shapes(tmp_path_factory.mktemp("shapes"))

@@ -5,78 +5,36 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from torch import nn
 
 import bnconvert as bc
 from bnconvert.finetune.batches import Plan
 from bnconvert.finetune.console import Console
-from bnconvert.finetune.network import build_model, check_forward, prepare_norms
 from bnconvert.finetune.options import settings_options, to_arguments
 from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
 from bnconvert.finetune.settings import Settings
-from bnconvert.finetune.sources import open_sources, read_image
 from bnconvert.finetune.training import StoppedError, Trainer
 from bnconvert.testing import run_ranks
-from tests.shapes import CLASSES, draw_shape, write_shapes
+from tests.shapes import CLASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-MODEL = "test_resnet"
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shapes(tmp_path_factory.mktemp("shapes"))
-
-
-def settings(images: Path, output: Path, **changes: Any) -> Settings:
-    defaults: dict[str, Any] = {
-        "model": MODEL,
-        "data": str(images),
-        "output": str(output),
-        "epochs": 2,
-        "batch_size": 8,
-        "img_size": 32,
-        "workers": 0,
-        "lr": 0.05,
-    }
-    return Settings(**{**defaults, **changes})
-
-
-def run_here(asked: Settings) -> dict[str, Any]:
-    processes = Processes.present(torch.device("cpu"), 1)
-    return run(asked, processes, Console(shown=False, epochs=asked.epochs))
-
-
-def run_on_rank(rank: int, asked: Settings) -> dict[str, Any]:
-    return run_here(asked)
-
-
-def losses(output: Path) -> list[float]:
-    with (output / "updates.csv").open(newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
-
-
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return bc.load_model(output).state_dict()
-
-
-def assert_equal_weights(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
-    assert list(first) == list(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+from tests.finetune_support import (
+    MODEL,
+    assert_equal_weights,
+    losses,
+    run_here,
+    run_on_rank,
+    settings,
+    weights,
+)
 
 
 def test_a_run_learns_and_leaves_a_plain_model_that_timm_loads(
@@ -221,148 +179,6 @@ def test_the_onnx_file_is_evaluated_by_itself(images: Path, tmp_path: Path) -> N
     assert summary["onnx"]["loss"] == pytest.approx(summary["final"]["loss"], abs=1e-4)
 
 
-def test_a_timm_dataset_is_opened_by_its_name(images: Path, tmp_path: Path) -> None:
-    asked = settings(images, tmp_path / "run", data="torch/image_folder", epochs=1)
-    summary = run_here(dataclasses.replace(asked, data_root=str(images)))
-    assert (summary["training_images"], summary["final"]["images"]) == (42, 15)
-    assert summary["classes"] == sorted(CLASSES)
-    with pytest.raises(bc.BnconvertError, match="timm cannot open it"):
-        run_here(settings(images, tmp_path / "other", data="torch/nothing"))
-
-
-def test_a_part_of_each_class_is_held_out_without_a_validation_folder(
-    images: Path, tmp_path: Path
-) -> None:
-    summary = run_here(settings(images / "train", tmp_path / "run", epochs=1))
-    assert (summary["training_images"], summary["final"]["images"]) == (33, 9)
-
-
-def spoil(folder: Path, kind: str) -> None:
-    if kind == "empty class":
-        (folder / "train" / "zigzag").mkdir()
-    elif kind == "bad image":
-        (folder / "train" / "bar" / "bad.png").write_bytes(b"no image")
-        whole = (folder / "train" / "bar" / "0.png").read_bytes()
-        (folder / "val" / "bar" / "cut.png").write_bytes(whole[: len(whole) // 2])
-    elif kind == "one class":
-        for part in ("train", "val"):
-            for other in sorted((folder / part).iterdir())[1:]:
-                shutil.rmtree(other)
-    elif kind == "parts":
-        (folder / "train").rename(folder / "training")
-        (folder / "val").rename(folder / "validation")
-    elif kind == "unknown class":
-        (folder / "val" / "zigzag").mkdir()
-        draw_shape("bar", torch.Generator()).save(folder / "val" / "zigzag" / "0.png")
-
-
-@pytest.fixture
-def own_images(images: Path, tmp_path: Path) -> Callable[[str], Path]:
-    def make(kind: str) -> Path:
-        folder = tmp_path / "images"
-        shutil.copytree(images, folder)
-        spoil(folder, kind)
-        return folder
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("empty class", "zigzag: holds no image"),
-        ("bad image", r"2 images cannot be read .*bad\.png.*cut\.png.*--skip-bad-images"),
-        ("unknown class", "zigzag is not among the training classes"),
-        ("one class", "holds one class"),
-        ("parts", "training, validation look like parts of the data"),
-    ],
-)
-def test_bad_data_is_refused_with_what_is_wrong(
-    own_images: Callable[[str], Path], tmp_path: Path, kind: str, message: str
-) -> None:
-    with pytest.raises(bc.BnconvertError, match=message):
-        run_here(settings(own_images(kind), tmp_path / "run"))
-
-
-def test_bad_images_are_left_out_and_named_when_asked(
-    own_images: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = own_images("bad image")
-    summary = run_here(settings(folder, tmp_path / "run", epochs=1, skip_bad_images=True))
-    assert [path.rsplit("/", 1)[1] for path in summary["skipped_images"]] == ["bad.png", "cut.png"]
-    assert (summary["training_images"], summary["final"]["images"]) == (42, 15)
-
-
-def test_every_usual_kind_of_image_counts_and_hidden_files_do_not(
-    own_images: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = own_images("as it is")
-    kinds = (".webp", ".bmp", ".tif", ".gif", ".ppm")
-    for kind in kinds:
-        draw_shape("bar", torch.Generator()).save(folder / "train" / "bar" / f"other{kind}")
-    hidden = folder / "train" / "bar" / ".ipynb_checkpoints"
-    hidden.mkdir()
-    draw_shape("bar", torch.Generator()).save(hidden / "0-checkpoint.png")
-    source, _ = open_sources(str(folder), None, 0.2)
-    assert len(source) == 42 + len(kinds)
-
-
-def test_floating_point_images_are_refused_by_name(tmp_path: Path) -> None:
-    values = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
-    Image.fromarray(values).save(tmp_path / "float.tif")
-    with pytest.raises(bc.BnconvertError, match=r"float.tif: cannot be read .*floating point"):
-        read_image(str(tmp_path / "float.tif"))
-
-
-def test_hidden_folders_are_no_classes(own_images: Callable[[str], Path]) -> None:
-    folder = own_images("hidden")
-    (folder / "train" / ".ipynb_checkpoints").mkdir()
-    (folder / "val" / "__MACOSX").mkdir()
-    train, validation = open_sources(str(folder), None, 0.2)
-    assert train.classes == validation.classes == tuple(sorted(CLASSES))
-
-
-def test_plain_training_of_a_folder_that_was_saved_synchronised(
-    images: Path, tmp_path: Path
-) -> None:
-    model = bc.convert_sync_batchnorm(timm.create_model(MODEL, num_classes=3))
-    bc.save_model(model, tmp_path / "sync")
-    asked = settings(images, tmp_path / "run", model=str(tmp_path / "sync"), norm="plain")
-    loaded = build_model(asked)
-    assert bc.is_synchronized(loaded)
-    prepare_norms(loaded, asked)
-    assert not bc.is_synchronized(loaded)
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layers(x), x
-
-
-def test_a_model_that_does_not_run_or_gives_no_scores_is_refused_in_one_line() -> None:
-    model = TwoOutputs().train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(bc.BnconvertError, match="model: gives tuple for an image"):
-        check_forward(model, (3, 8, 8))
-    with pytest.raises(bc.BnconvertError, match=r"does not run on an image of 4x8x8"):
-        check_forward(model, (4, 8, 8))
-    with pytest.raises(bc.BnconvertError, match=r"model: gives \(1, 3, 8, 8\) for an image"):
-        check_forward(model.layers[:2], (3, 8, 8))
-    assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
-    values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
-    Image.fromarray(values).save(tmp_path / "deep.png")
-    read = np.asarray(read_image(str(tmp_path / "deep.png")))
-    assert np.abs(read[..., 0] - values / 256.0).max() <= 1.0
-
-
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"data": "/nowhere/at/all"}, "there is no such folder"),
     "small head": ({"num_classes": 2}, "--num-classes: is 2 but the data has 3 classes"),
@@ -410,63 +226,6 @@ def test_bad_settings_are_refused(images: Path, tmp_path: Path, case: str) -> No
 def test_contradictory_settings_are_refused_at_once(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(bc.BnconvertError, match=message):
         Settings(model=MODEL, data="d", output="o", **changes)
-
-
-def test_the_head_is_kept_where_it_fits_and_reported_where_it_does_not(
-    images: Path, tmp_path: Path
-) -> None:
-    first = run_here(settings(images, tmp_path / "first", epochs=1))
-    assert first["head"] == "head initialised anew: 1000 outputs became 3"
-    again = settings(images, tmp_path / "again", epochs=1, model=str(tmp_path / "first"))
-    assert run_here(again)["head"] == "head kept: 3 outputs"
-
-
-@pytest.mark.parametrize("outputs", [3, 5])
-def test_a_checkpoint_may_have_the_head_that_is_wanted(
-    images: Path, tmp_path: Path, outputs: int
-) -> None:
-    source = timm.create_model(MODEL, num_classes=outputs)
-    torch.save(source.state_dict(), tmp_path / "own.pt")
-    asked = settings(
-        images,
-        tmp_path / "run",
-        epochs=1,
-        lr=0.0,
-        norm="frozen",
-        checkpoint=str(tmp_path / "own.pt"),
-        num_classes=5 if outputs == 5 else None,
-    )
-    assert run_here(asked)["head"] == f"head kept: {outputs} outputs"
-    saved = weights(tmp_path / "run")
-    assert all(torch.equal(saved[name], value) for name, value in source.state_dict().items())
-
-
-def test_a_checkpoint_with_neither_head_is_refused_as_it_was_given(
-    images: Path, tmp_path: Path
-) -> None:
-    torch.save(timm.create_model(MODEL, num_classes=7).state_dict(), tmp_path / "own.pt")
-    asked = settings(images, tmp_path / "run", checkpoint=str(tmp_path / "own.pt"))
-    with pytest.raises(bc.BnconvertError, match=r"own.pt: .*\[7, \d+\] for \[1000, "):
-        run_here(asked)
-
-
-def test_more_processes_than_images_is_refused_on_every_rank(
-    own_images: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = own_images("")
-    for path in (folder / "train").glob("*/*.png"):
-        if path.stem != "0":
-            path.unlink()
-    asked = settings(folder, tmp_path / "run", norm="plain")
-    texts = run_ranks(refusal, 2, asked)
-    assert texts[0] == texts[1]
-    assert "3 training images are too few for 2 processes" in texts[0]
-
-
-def refusal(rank: int, asked: Settings) -> str:
-    with pytest.raises(bc.BnconvertError) as caught:
-        run_here(asked)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

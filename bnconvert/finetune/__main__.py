@@ -31,16 +31,13 @@ def main(**options: Any) -> None:
         _run(settings)
     except BnconvertError as error:
         _fail(str(error))
-    except OSError as error:
-        if _lost_connection(error):
-            time.sleep(GRACE_SECONDS)
-        _fail(f"rank {os.environ.get('RANK', '0')}: {describe_os_error(error)}")
     except Exception as error:
         if _lost_connection(error):
             time.sleep(GRACE_SECONDS)
-        text = traceback.format_exc()
-        click.echo(text, err=True)
         rank = os.environ.get("RANK", "0")
+        if isinstance(error, OSError):
+            _fail(f"rank {rank}: {describe_os_error(error)}")
+        click.echo(traceback.format_exc(), err=True)
         _fail(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
 
 

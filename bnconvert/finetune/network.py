@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +19,9 @@ from bnconvert.layers import Kind, kind_of
 from bnconvert.models import load_model, load_weights, model_without_weights, recorded_facts
 from bnconvert.probe import untouched
 from bnconvert.report import LayerReport, Outcome, Report
+from bnconvert.selection import named_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bnconvert.finetune.processes import Processes
     from bnconvert.finetune.settings import Settings
 
@@ -129,15 +126,15 @@ def _load_checkpoint(model: nn.Module, settings: Settings, wanted: int) -> None:
     path, known = Path(settings.checkpoint or ""), recorded_facts(settings.model)
     try:
         load_weights(model, path, known)
-    except CheckpointError:
+    except CheckpointError as error:
         reset: Any = getattr(model, "reset_classifier", None)
         if reset is None or _number_of_outputs(model) == wanted:
             raise
         reset(wanted)
-        with contextlib.suppress(CheckpointError):
+        try:
             load_weights(model, path, known)
-            return
-        raise
+        except CheckpointError:
+            raise error from None  # what was said of the head that the model came with
 
 
 def _number_of_outputs(model: nn.Module) -> int:
@@ -158,7 +155,7 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
         BnconvertError: A pattern of `--freeze` matches no layer, or a layer is unknown.
     """
     for pattern in settings.freeze:
-        matched = plan_freeze_batchnorm(model, include=_named_like(pattern)).report
+        matched = plan_freeze_batchnorm(model, include=named_like(pattern)).report
         if not matched.count(Outcome.FROZEN):
             raise BnconvertError(
                 f"--freeze: {pattern!r} matches no BatchNorm layer that can be frozen; see "
@@ -175,10 +172,6 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
     converted = plan_convert_sync_batchnorm(model)
     converted.apply()
     return Report("prepare", frozen + _but(frozen, converted.report))
-
-
-def _named_like(pattern: str) -> Callable[[str, nn.Module], bool]:
-    return lambda name, _: fnmatchcase(name, pattern)
 
 
 def _but(known: tuple[LayerReport, ...], report: Report) -> tuple[LayerReport, ...]:

@@ -23,6 +23,7 @@ from bnconvert.finetune.network import (
 )
 from bnconvert.finetune.state import SCHEMA, RunFolder
 from bnconvert.finetune.training import Trainer
+from bnconvert.models import model_folder
 from bnconvert.ranks import verify_ranks
 
 if TYPE_CHECKING:
@@ -158,8 +159,8 @@ def _announce(
         console.note(f"{len(data.skipped)} images cannot be read and are left out:")
         for path in data.skipped:
             console.note(f"  {path}")
-    folder = Path(settings.model.removeprefix("local-dir:"))
-    if settings.checkpoint is None and ":" not in settings.model and not folder.is_dir():
+    from_timm = ":" not in settings.model and model_folder(settings.model) is None
+    if from_timm and settings.checkpoint is None:
         console.note(f"{settings.model}: starts from random weights; --checkpoint gives others")
     console.note(str(head))
     console.note(str(report))

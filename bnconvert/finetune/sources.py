@@ -92,9 +92,7 @@ def read_image(path: str) -> Image:
     try:
         with Image.open(path) as image:
             _refuse_floats(image)
-            if image.mode.startswith(
-                "I"
-            ):  # 16 bits, of which convert() would cut off the high ones
+            if image.mode.startswith("I"):  # 16 bits, of which convert() keeps the low ones
                 return image.convert("I").point(lambda value: value * (1 / 256)).convert("RGB")
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -148,9 +146,8 @@ def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource
     from timm.data.readers.reader_image_folder import find_images_and_targets
     from timm.utils.misc import natural_key
 
-    folders = (entry.name for entry in folder.iterdir() if entry.is_dir())
-    visible = (name for name in folders if not name.startswith((".", "__MACOSX")))
-    present = sorted(visible, key=natural_key)
+    folders = (entry for entry in folder.iterdir() if entry.is_dir())
+    present = sorted((f.name for f in folders if not _is_hidden(f, folder)), key=natural_key)
     if not present:
         raise BnconvertError(f"{folder}: holds no folder of a class; give one folder per class")
     if classes is None and len(present) == 1:
@@ -186,8 +183,9 @@ def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource
 
 
 def _is_hidden(path: Path, folder: Path) -> bool:
-    """Whether a file, or a folder it is in, has a name that starts with a dot."""
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+    """Whether a path below a folder leads through what systems and tools leave among files."""
+    parts = path.relative_to(folder).parts
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
 
 
 class _EveryName(dict[str, int]):

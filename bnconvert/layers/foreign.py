@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bnconvert.layers.instance import replaces_forward
+from bnconvert.layers.own_forward import replaces_forward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from bnconvert.layers import classes, families, foreign
-from bnconvert.layers.instance import replaces_forward
+from bnconvert.layers.own_forward import replaces_forward
 from bnconvert.layers.sync import SyncMixin
 
 

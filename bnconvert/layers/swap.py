@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bnconvert.errors import BnconvertError
-from bnconvert.layers.instance import rebind_forward
+from bnconvert.layers.own_forward import rebind_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

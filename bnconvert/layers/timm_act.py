@@ -10,7 +10,7 @@ from torch import nn
 from bnconvert.kernels.ops import fuses_activations
 from bnconvert.layers import classes, families
 from bnconvert.layers.frozen import FrozenMixin
-from bnconvert.layers.instance import replaces_forward
+from bnconvert.layers.own_forward import replaces_forward
 from bnconvert.layers.sync import SyncMixin
 
 if TYPE_CHECKING:

@@ -214,7 +214,8 @@ class _Run:
         names = {statistics.name: statistics for statistics in self.layers.values()}
         held = frozenset(self._pass(kept, names, frozenset()))
         repeated = [names[name] for name in held]
-        for _ in range(len(held) + _PASSES_TO_REST if held else 0):
+        passes = len(held) + _PASSES_TO_REST if held else 0
+        for _ in range(passes):
             for statistics in repeated:
                 statistics.settle_part()
             self._pass(kept, names, held)

@@ -1,0 +1,111 @@
+"""The model of a training run: its head, its weights, its norm layers, its output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import bnconvert as bc
+from bnconvert.finetune.console import Console
+from bnconvert.finetune.network import build_model, check_forward, prepare_norms
+from bnconvert.finetune.processes import Processes
+from bnconvert.finetune.run import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+from tests.finetune_support import MODEL, run_here, settings, weights
+
+
+def test_plain_training_of_a_folder_that_was_saved_synchronised(
+    images: Path, tmp_path: Path
+) -> None:
+    model = bc.convert_sync_batchnorm(timm.create_model(MODEL, num_classes=3))
+    bc.save_model(model, tmp_path / "sync")
+    asked = settings(images, tmp_path / "run", model=str(tmp_path / "sync"), norm="plain")
+    loaded = build_model(asked)
+    assert bc.is_synchronized(loaded)
+    prepare_norms(loaded, asked)
+    assert not bc.is_synchronized(loaded)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x), x
+
+
+def test_a_model_that_does_not_run_or_gives_no_scores_is_refused_in_one_line() -> None:
+    model = TwoOutputs().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(bc.BnconvertError, match="model: gives tuple for an image"):
+        check_forward(model, (3, 8, 8))
+    with pytest.raises(bc.BnconvertError, match=r"does not run on an image of 4x8x8"):
+        check_forward(model, (4, 8, 8))
+    with pytest.raises(bc.BnconvertError, match=r"model: gives \(1, 3, 8, 8\) for an image"):
+        check_forward(model.layers[:2], (3, 8, 8))
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_head_is_kept_where_it_fits_and_reported_where_it_does_not(
+    images: Path, tmp_path: Path
+) -> None:
+    first = run_here(settings(images, tmp_path / "first", epochs=1))
+    assert first["head"] == "head initialised anew: 1000 outputs became 3"
+    again = settings(images, tmp_path / "again", epochs=1, model=str(tmp_path / "first"))
+    assert run_here(again)["head"] == "head kept: 3 outputs"
+
+
+@pytest.mark.parametrize("outputs", [3, 5])
+def test_a_checkpoint_may_have_the_head_that_is_wanted(
+    images: Path, tmp_path: Path, outputs: int
+) -> None:
+    source = timm.create_model(MODEL, num_classes=outputs)
+    torch.save(source.state_dict(), tmp_path / "own.pt")
+    asked = settings(
+        images,
+        tmp_path / "run",
+        epochs=1,
+        lr=0.0,
+        norm="frozen",
+        checkpoint=str(tmp_path / "own.pt"),
+        num_classes=5 if outputs == 5 else None,
+    )
+    assert run_here(asked)["head"] == f"head kept: {outputs} outputs"
+    saved = weights(tmp_path / "run")
+    assert all(torch.equal(saved[name], value) for name, value in source.state_dict().items())
+
+
+def test_a_checkpoint_with_neither_head_is_refused_as_it_was_given(
+    images: Path, tmp_path: Path
+) -> None:
+    torch.save(timm.create_model(MODEL, num_classes=7).state_dict(), tmp_path / "own.pt")
+    asked = settings(images, tmp_path / "run", checkpoint=str(tmp_path / "own.pt"))
+    with pytest.raises(bc.BnconvertError, match=r"own.pt: .*\[7, \d+\] for \[1000, "):
+        run_here(asked)
+
+
+def test_a_run_refuses_a_model_without_scores_before_it_trains(
+    images: Path, tmp_path: Path
+) -> None:
+    asked = settings(images, tmp_path / "run", model=f"{__name__}:TwoOutputs")
+    with pytest.raises(bc.BnconvertError, match="model: gives tuple for an image"):
+        run_here(asked)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_run_says_that_weights_are_random(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool
+) -> None:
+    torch.save(timm.create_model(MODEL).state_dict(), tmp_path / "given.pt")
+    checkpoint = str(tmp_path / "given.pt") if given else None
+    asked = settings(images, tmp_path / "run", epochs=1, checkpoint=checkpoint)
+    run(asked, Processes.present(torch.device("cpu"), 1), Console(shown=True, epochs=1))
+    assert ("starts from random weights" in capsys.readouterr().err) is not given
