@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import statistics
 import time
 import warnings
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from bnconvert.comparison.runners import OnnxRunner, RuntimeLevel, TorchRunner, 
 from bnconvert.export import export_onnx
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import nn
@@ -118,7 +120,8 @@ class Measured:
         nodes: Number of nodes.
         norms: Number of BatchNormalization nodes.
         size: Bytes.
-        errors: Largest relative difference by runtime level.
+        errors: Relative difference by runtime level: the largest over the outputs, the median
+            over the inputs. That of one input is mostly luck of rounding.
     """
 
     nodes: int
@@ -127,27 +130,31 @@ class Measured:
     errors: dict[str, float]
 
 
-def measure(path: Path, images: torch.Tensor, exact: dict[str, torch.Tensor]) -> Measured:
+def measure(path: Path, cases: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> Measured:
     """Return the figures of one file.
 
     Args:
         path: The file.
-        images: What to run it on.
-        exact: Outputs of the model in float64 on the same images.
+        cases: Images to run it on, and the outputs of the model in float64 on them.
     """
     operators = [node.op_type for node in onnx.load(path).graph.node]
-    arguments = Arguments((images,), {})
-    errors = {
-        level.value: largest_difference(OnnxRunner(path, level).run(arguments), exact)
-        for level in RuntimeLevel
-    }
+    errors = {}
+    for level in RuntimeLevel:
+        runner = OnnxRunner(path, level)
+        errors[level.value] = statistics.median(
+            largest_difference(runner.run(Arguments((images,), {})), exact)
+            for images, exact in cases
+        )
     norms = operators.count("BatchNormalization")
     return Measured(len(operators), norms, path.stat().st_size, errors)
 
 
-def in_float64(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the outputs of a model in float64; the model stays in float32."""
+def in_float64(
+    model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Return inputs with the outputs of a model in float64; the model stays in float32."""
     try:
-        return TorchRunner(model.double()).run(Arguments((images.double(),), {}))
+        runner = TorchRunner(model.double())
+        return [(images, runner.run(Arguments((images.double(),), {}))) for images in inputs]
     finally:
         model.float()
