@@ -3,8 +3,9 @@
     python -m model_zoo_tests.export_census [--results FILE] [--summary FILE] [--minutes N]
 
 Random weights and statistics; every file is compared with the model in float64 on several random
-inputs of the smallest size that the model takes. Results are appended to a file, one JSON object a line, and a second run
-goes on where the first ended. The peers are described in benchmarks/onnx_peers.py.
+inputs of the smallest size that the model takes. Results are appended to a file, one JSON object a
+line, and a second run goes on where the first ended. The peers are described in
+benchmarks/onnx_peers.py.
 """
 
 from __future__ import annotations
