@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     )
     from bnconvert.errors import BnconvertError
     from bnconvert.export import export_onnx
-    from bnconvert.fold import fold_batchnorm, fold_exported, plan_fold_batchnorm
+    from bnconvert.fold import (
+        fold_batchnorm,
+        fold_exported,
+        plan_fold_batchnorm,
+        plan_fold_exported,
+    )
     from bnconvert.freeze import (
         freeze_batchnorm,
         plan_freeze_batchnorm,
@@ -72,6 +77,7 @@ _MODULE_OF = {
     "load_model": "models",
     "plan_convert_sync_batchnorm": "convert",
     "plan_fold_batchnorm": "fold",
+    "plan_fold_exported": "fold",
     "plan_freeze_batchnorm": "freeze",
     "plan_revert_sync_batchnorm": "convert",
     "plan_unfreeze_batchnorm": "freeze",
@@ -111,6 +117,7 @@ __all__ = [
     "load_model",
     "plan_convert_sync_batchnorm",
     "plan_fold_batchnorm",
+    "plan_fold_exported",
     "plan_freeze_batchnorm",
     "plan_revert_sync_batchnorm",
     "plan_unfreeze_batchnorm",

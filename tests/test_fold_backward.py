@@ -162,24 +162,58 @@ def test_overlapping_parts_block() -> None:
     check_folds(Steps(steps, conv=nn.Conv2d(6, 8, 3), bn=nn.BatchNorm2d(5)), image(), 0, 1)
 
 
-def test_max_pooling_lets_positive_scales_through() -> None:
-    norm = nn.BatchNorm2d(4)
-    model = nn.Sequential(nn.Conv2d(6, 4, 3), nn.MaxPool2d(2), norm).double().eval()
+MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "max_pool2d, padded": lambda x: F.max_pool2d(x, 3, 2, 1),
+    "max_pool2d, indices dropped": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+    "max_pool2d, indices read": lambda x: torch.add(*F.max_pool2d(x, 2, return_indices=True)),
+    "adaptive": lambda x: F.adaptive_max_pool2d(x, 3),
+    "adaptive 1d": lambda x: F.adaptive_max_pool1d(x.flatten(2), 1),
+    "amax": lambda x: x.amax((2, 3), keepdim=True),
+    "max": lambda x: x.max(3).values,
+}
+
+
+@pytest.mark.parametrize("kind", set(MAXIMA) - {"max_pool2d, indices read"})
+def test_maxima_let_positive_scales_through_and_stop_negative_ones(kind: str) -> None:
+    pool = MAXIMA[kind]
+
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
+        return bn(pool(conv(x)))
+
+    norm = nn.BatchNorm1d(4) if "1d" in kind or kind == "max" else nn.BatchNorm2d(4)
+    model = Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=norm).double().eval()
     randomize_batchnorm(model)
+    x = image().double()
+    reason = plan_fold_batchnorm(model, x).report.left[0].reason
+    assert "scale is negative in channel" in reason
+    assert "takes the maximum" in reason
     with torch.no_grad():
         norm.weight.abs_()
-        x = image().double()
         expected = model(x)
         fold_batchnorm(model, x)
         torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
-    assert type(model[2]) is nn.Identity
+    assert type(model.bn) is nn.Identity
 
 
-def test_max_pooling_stops_negative_scales() -> None:
-    model = nn.Sequential(nn.Conv2d(6, 4, 3), nn.MaxPool2d(2), nn.BatchNorm2d(4)).eval()
+@pytest.mark.parametrize("kind", MAXIMA)
+def test_a_norm_goes_forward_through_maxima(kind: str) -> None:
+    pool = MAXIMA[kind]
+
+    def steps(x: Tensor, bn: nn.Module, fc: nn.Module) -> Any:
+        return fc(pool(bn(x)).flatten(2).mean(2))
+
+    norm = nn.BatchNorm2d(6)
+    model = Steps(steps, bn=norm, fc=nn.Linear(6, 3)).double().eval()
     randomize_batchnorm(model)
-    report = plan_fold_batchnorm(model, image()).report
-    assert "scale is negative in channel" in report.left[0].reason
+    x = image().double()
+    assert "takes the maximum" in plan_fold_batchnorm(model, x).report.left[0].reason
+    with torch.no_grad():
+        norm.weight.abs_()
+        expected = model(x)
+        fold_batchnorm(model, x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+    assert (type(model.bn) is nn.Identity) == (kind != "max_pool2d, indices read")
 
 
 def test_concatenated_producers_each_take_their_part() -> None:

@@ -26,6 +26,7 @@ READERS = {
     "replicate": nn.Conv2d(6, 4, 3, padding=1, padding_mode="replicate"),
     "circular": nn.Conv2d(6, 6, 3, padding=1, padding_mode="circular", groups=3),
     "valid": nn.Conv2d(6, 4, 3, padding="valid"),
+    "transposed 1x1": nn.ConvTranspose2d(6, 4, 1, groups=2),
 }
 
 
@@ -40,6 +41,8 @@ def test_a_norm_goes_into_the_convolution_after_it(kind: str) -> None:
         nn.Conv2d(6, 4, 3, padding=1),
         nn.Conv2d(6, 4, 3, padding="same"),
         nn.ConvTranspose2d(6, 4, 2),
+        nn.ConvTranspose2d(6, 4, 1, stride=2),
+        nn.ConvTranspose2d(6, 4, 1, padding=1),
     ],
 )
 def test_a_reader_that_sees_padding_zeros_blocks(reader: nn.Module) -> None:

@@ -13,7 +13,7 @@ from bnconvert.errors import VerificationError
 from bnconvert.fold import FoldReport, plan_fold_exported
 from bnconvert.fold.mirror import mirror
 from bnconvert.testing import randomize_batchnorm
-from tests.fold_support import image
+from tests.fold_support import check_folds, conv_bn, image
 
 
 class Plain(nn.Module):
@@ -119,6 +119,29 @@ def test_a_norm_in_an_autocast_block_is_left() -> None:
 
     report = plan_fold_batchnorm(Autocast().eval(), image()).report
     assert "autocast block" in report.left[0].reason
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_traced_models_are_folded(nested: bool) -> None:
+    traced = torch.fx.symbolic_trace(conv_bn())
+    check_folds(nn.Sequential(traced, nn.Sigmoid()) if nested else traced, image())
+
+
+def test_a_captured_graph_is_referred_to_fold_exported() -> None:
+    graph = torch.export.export(conv_bn(), (image(),)).module()
+    with pytest.raises(BnconvertError, match=r"the model is a captured graph.* give fold_exported"):
+        fold_batchnorm(graph, image())
+
+
+def test_folding_within_autocast_drops_the_weights_that_it_has_cast() -> None:
+    torch.manual_seed(0)
+    model, x = conv_bn(), image()
+    with torch.no_grad():
+        wanted = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)  # with gradients, so that autocast keeps what it has cast
+        fold_batchnorm(model, x)
+        torch.testing.assert_close(model(x).float(), wanted, rtol=0.05, atol=0.05)
 
 
 def test_quantised_weights_are_left() -> None:

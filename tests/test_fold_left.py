@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bnconvert import plan_fold_batchnorm
+from bnconvert.testing import randomize_batchnorm
 from tests.fold_support import Steps, check_folds, conv_bn, image
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # -- what is left -------------------------------------------------------------------------------
 
@@ -36,6 +40,41 @@ def test_a_producer_that_is_an_output() -> None:
         return bn(y), y
 
     assert "the model's output" in left(Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4)))
+
+
+STORES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "last": lambda model, y: setattr(model, "last", y),
+    "features[0]": lambda model, y: model.features.append(y),
+    "named": lambda model, y: model.named.update(y=(y,)),
+    "bn.seen": lambda model, y: setattr(model.bn, "seen", y),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_producer_that_the_forward_stores_in_an_attribute(name: str) -> None:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
+        y = conv(x)
+        STORES[name](model, y)
+        return bn(y)
+
+    model = Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4)).eval()
+    model.features, model.named = [], {}  # type: ignore[assignment]
+    randomize_batchnorm(model)
+    report = plan_fold_batchnorm(model, image()).report
+    reason = report.left[0].reason
+    assert "conv (conv2d) is also read by the attribute" in reason
+    assert name.partition("[")[0] in reason
+    assert "where the forward stores it" in reason
+
+
+def test_results_and_computed_weights_may_be_stored() -> None:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
+        conv.grid = torch.arange(4.0)
+        y: Tensor = bn(conv(x))
+        bn.seen = y
+        return y.sin()
+
+    check_folds(Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=nn.BatchNorm2d(4)), image())
 
 
 def test_a_convolution_with_two_norms() -> None:
@@ -95,7 +134,7 @@ def test_shared_weights_are_left() -> None:
         bn=nn.BatchNorm2d(4),
     )
     model.two.weight = model.one.weight
-    assert "is shared with another module" in left(model)
+    assert "a weight of one is shared: it is also two.weight" in left(model)
 
 
 @pytest.mark.parametrize("where", ["conv", "bn", "body"])

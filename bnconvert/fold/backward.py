@@ -120,23 +120,27 @@ def _sources(
     context: Context, node: fx.Node, motion: Motion
 ) -> tuple[fx.Node, dict[fx.Node, Tensor]]:
     """Return the operation that reads the inputs a map moves to, and their channel maps."""
-    how = passage(context.graph, node, motion)
-    if not isinstance(how, MovesData):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)  # noqa: S101 (the operation's input)
-        return node, {source: pass_back(node, how, motion.numbers)}
     mover, wanted = node, {0: motion.numbers}
     if operation(node) == "getitem":
-        source, part = node.args[0], _part(node)
-        assert isinstance(source, fx.Node)  # noqa: S101 (the operation with several results)
-        if len([user for user in source.users if user.args[1] == part]) > 1:
-            raise BlockedError(f"{describe(source)} is read twice")
-        passage(context.graph, source, motion)
-        mover, wanted = source, {part: motion.numbers}
+        mover, part = _input(node), _part(node)
+        if len([user for user in mover.users if user.args[1] == part]) > 1:
+            raise BlockedError(f"{describe(mover)} is read twice")
+        wanted = {part: motion.numbers}
+    how = passage(context.graph, mover, motion)
+    if not isinstance(how, MovesData):
+        if 0 not in wanted:
+            raise BlockedError(f"{describe(mover)} does not let a per-channel map through")
+        return mover, {_input(mover): pass_back(mover, how, motion.numbers)}
     maps = move_backward(context.graph, mover, wanted)
     if maps is None:
         raise BlockedError(f"{describe(mover)} uses one channel as several")
     return mover, maps
+
+
+def _input(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)  # noqa: S101 (an operation on a tensor)
+    return source
 
 
 def _through_sum(context: Context, node: fx.Node, motion: Motion) -> Move:

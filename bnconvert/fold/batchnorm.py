@@ -15,6 +15,7 @@ from bnconvert.errors import BnconvertError, VerificationError
 from bnconvert.fold.capture import (
     arguments_for,
     capture,
+    refuse_exported,
     refuse_training_mode,
     refuse_uninitialized,
     run,
@@ -118,6 +119,7 @@ def plan_fold_batchnorm(
     """Return what `fold_batchnorm` would do, proof included; arguments and errors are the same."""
     find_layers(model)  # refuses what is no module
     inner = unwrap(model)
+    refuse_exported(inner)
     refuse_training_mode(inner)
     refuse_uninitialized(inner)
     selection = Selection(include, exclude)
@@ -230,7 +232,8 @@ class _Folding:
             for block in blocks:
                 block.apply(captured)
         self.layers = find_layers(captured)
-        self.graph = FoldGraph(capture(captured, inputs))
+        forward = capture(captured, inputs)
+        self.graph = FoldGraph(forward.program, forward.stored)
         self.graph.trusts_numbers = trusts_numbers
         self.target = TreeTarget(captured, self.graph)
         self.groups: dict[int, Group] = {}
@@ -373,11 +376,12 @@ class _Folding:
 
         def unchanged() -> Undo:
             now = [*self.model.parameters(), *self.model.buffers()]
-            same = len(now) == len(tensors) and all(map(_is, now, tensors))
+            same = [id(tensor) for tensor in now] == [id(tensor) for tensor in tensors]
             if not same or [tensor._version for tensor in now] != versions:
                 raise BnconvertError(
                     "fold: the model's weights have changed since it was planned; make a new plan"
                 )
+            torch.clear_autocast_cache()  # an autocast block around this keeps weights it has cast
             return lambda: None
 
         if not self.edits:
@@ -392,7 +396,3 @@ class _Folding:
 def _outside_inference(edit: TreeEdit, model: nn.Module) -> Undo:
     with torch.inference_mode(False):
         return edit.apply(model)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

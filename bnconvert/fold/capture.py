@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from bnconvert.arguments import Arguments, make_arguments
 from bnconvert.capturing import export_program, place
 from bnconvert.errors import BnconvertError, first_line
+from bnconvert.layers.kinds import Kind, kind_of
 from bnconvert.probe import untouched
 
 if TYPE_CHECKING:
@@ -30,6 +32,20 @@ def arguments_for(model: nn.Module, example_inputs: Any) -> Arguments:
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     return make_arguments(model, example_inputs).map(lambda tensor: tensor.to(device))
+
+
+def refuse_exported(model: nn.Module) -> None:
+    """Raise if the model is a captured graph, as `ExportedProgram.module()` returns it.
+
+    Raises:
+        BnconvertError: Its BatchNorms are functions and it has no layers.
+    """
+    kinds = [kind for module in model.modules() if (kind := kind_of(module)) is not None]
+    if kinds == [Kind.EXPORTED] and kind_of(model) is Kind.EXPORTED:
+        raise BnconvertError(
+            "fold: the model is a captured graph, whose BatchNorms are functions and no layers; "
+            "give fold_exported the program, torch.export.export(model, example_inputs)"
+        )
 
 
 def refuse_training_mode(model: nn.Module) -> None:
@@ -68,6 +84,9 @@ def refuse_uninitialized(model: nn.Module) -> None:
             raise BnconvertError(f"fold: {name} is on the meta device; load weights before folding")
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes such as `_parameters` and `_forward_hooks`."""
+
 _FIT = "; pass inputs that it accepts"
 
 
@@ -94,17 +113,65 @@ def run(model: nn.Module, arguments: Arguments, advice: str = _FIT) -> Any:
             ) from error
 
 
-def capture(model: nn.Module, arguments: Arguments) -> ExportedProgram:
-    """Return the exported program of a model's forward.
+@dataclass(frozen=True)
+class Captured:
+    """A captured forward.
+
+    Attributes:
+        program: The program. Behind the outputs of the forward it returns what `stored` names.
+        stored: Names of the attributes in which the forward stores tensors, such as
+            "encoder.features[0]".
+    """
+
+    program: ExportedProgram
+    stored: tuple[str, ...]
+
+
+def capture(model: nn.Module, arguments: Arguments) -> Captured:
+    """Return the captured forward of a model, with the tensors that it stores in attributes.
 
     Raises:
         BnconvertError: The forward cannot be captured as a graph; the text says where.
     """
+    before: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
+
+    def start(module: nn.Module, _args: Any) -> None:
+        before.update(attribute_tensors(module))
+
+    def finish(module: nn.Module, _args: Any, output: Any) -> Any:
+        known = set(map(id, before.values()))
+        stored.clear()
+        after = attribute_tensors(module)
+        stored.update((n, tensor) for n, tensor in after.items() if id(tensor) not in known)
+        return (output, list(stored.values())) if stored else output
+
+    handles = [model.register_forward_pre_hook(start), model.register_forward_hook(finish)]
     try:
-        return export_program(model, arguments)
+        program = export_program(model, arguments)
     except Exception as error:
         raise BnconvertError(
             f"fold: the model's forward cannot be captured as a graph{place(error)}: "
             f"{first_line(error).rstrip('.')}; torch.export must be able to follow it, so without "
             "control flow that depends on data"
         ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Captured(program, tuple(stored))
+
+
+def attribute_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that modules hold beside parameters and buffers, by name.
+
+    Looks into lists, tuples and dicts.
+    """
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        own = {name: held for name, held in vars(module).items() if name not in _OF_EVERY_MODULE}
+        for path, leaf in pytree.tree_flatten_with_path(own)[0]:
+            if isinstance(leaf, Tensor):
+                attribute: Any = path[0]
+                name = f"{attribute.key}{pytree.keystr(path[1:])}"
+                found[f"{prefix}.{name}" if prefix else name] = leaf
+    return found

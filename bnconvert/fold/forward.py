@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from bnconvert.fold.activations import limits_of
 from bnconvert.fold.algebra import swap_with_limits
-from bnconvert.fold.channels import along, is_untouched, move_forward
+from bnconvert.fold.channels import UNTOUCHED, along, is_untouched, move_forward
 from bnconvert.fold.constants import constant_map
-from bnconvert.fold.graph import operation
+from bnconvert.fold.graph import is_tensor, operation, store
 from bnconvert.fold.inplace import WRITTEN
 from bnconvert.fold.motion import BlockedError, Motion, describe
 from bnconvert.fold.rules import MovesData, pass_through, passage
@@ -93,6 +95,8 @@ class _Walk:
     def _check_edge(self, source: fx.Node, reader: fx.Node) -> None:
         if reader.op == "output":
             raise BlockedError(f"{describe(source)} is an output of the model")
+        if reader.target is store:
+            raise BlockedError(f"{describe(source)} is also read by {describe(reader)}")
         if WRITTEN in source.meta:
             raise BlockedError(f"{describe(source)} is changed in place by {source.meta[WRITTEN]}")
         self._context.target.check_edge(source, reader)
@@ -132,6 +136,8 @@ class _Walk:
             numbers = moved
         else:
             numbers = pass_through(node, how, motion.numbers)
+            if not is_tensor(node):
+                self._parts[node] = (numbers, torch.tensor(UNTOUCHED))
         if is_untouched(numbers):
             return False
         self._moving[node] = motion.at(numbers)

@@ -52,6 +52,11 @@ def operation(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+def store(value: Any, name: str) -> Any:
+    """Stand in a graph for a forward that stores a tensor in an attribute."""
+    return value
+
+
 class FoldGraph:
     """The graph of an exported program together with the values of its weights.
 
@@ -66,7 +71,13 @@ class FoldGraph:
         uses_numbers: Whether a map has met one.
     """
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, stored: tuple[str, ...] = ()) -> None:
+        """Read a program.
+
+        Args:
+            program: The program.
+            stored: Names of attributes that its last outputs are stored in.
+        """
         self.program = program
         self.graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -87,6 +98,24 @@ class FoldGraph:
         self.read = {node for node in self.names if node.users}
         inline_no_grad(self.graph, program.graph_module)
         make_functional(self.graph)
+        self._note_stored(stored)
+
+    def _note_stored(self, names: tuple[str, ...]) -> None:
+        """Give what the forward stores a reader of its own; computed weights do not count."""
+        if not names:
+            return
+        output = self.graph.output_node()
+        values: Any = output.args[0]
+        outputs, stored = values[: -len(names)], values[-len(names) :]
+        kept = []
+        for value, name in zip(stored, names, strict=True):
+            if isinstance(value, fx.Node) and not self._is_computed_weight(value):
+                with self.graph.inserting_before(output):
+                    kept.append(self.graph.call_function(store, (value, name)))
+        output.args = ((*outputs, *kept),)
+
+    def _is_computed_weight(self, node: fx.Node) -> bool:
+        return node not in self.names and self.is_constant(node)
 
     # -- what a node is ---------------------------------------------------------------------------
 

@@ -86,11 +86,11 @@ class _Mirror:
     def _module(self, module: nn.Module) -> nn.Module:
         if "_orig_mod" in module._modules:
             return self._keep(module, _Uncompiled(self.copy(module._orig_mod)))  # type: ignore[no-any-return]
-        cls = type(module)
-        counterpart = self._keep(module, cls.__new__(cls))
+        # not through the class's own __new__, which of an fx.GraphModule makes another class
+        counterpart: nn.Module = self._keep(module, object.__new__(type(module)))
         for name, value in module.__dict__.items():
             counterpart.__dict__[name] = None if name == _COMPILED else self.copy(value)
-        return counterpart  # type: ignore[no-any-return]
+        return counterpart
 
     def _dict(self, value: dict[Any, Any]) -> Any:
         items = self._keep(value, _empty(value))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bnconvert.fold.algebra import Affine
-from bnconvert.fold.graph import operation
+from bnconvert.fold.graph import operation, store
 from bnconvert.fold.inplace import WAS_INPLACE
 from bnconvert.fold.norms import path_of
 
@@ -77,6 +77,8 @@ def describe(node: fx.Node) -> str:
         return "the model's output"
     if node.op == "placeholder":
         return f"the model's input {node.name}"
+    if node.target is store:
+        return f"the attribute {node.args[1]}, where the forward stores it"
     path = path_of(node)
     name = operation(node) + ("_" if WAS_INPLACE in node.meta else "")
     return f"{path} ({name})" if path else name

@@ -30,6 +30,8 @@ class MovesData:
 class Mixes:
     """The operation combines elements along some dimensions with weights that sum to 1.
 
+    Of several results the first holds them, and the others, such as indices, stay as they are.
+
     Attributes:
         dims: The dimensions, of the input.
         drops: Whether the result lacks them.
@@ -186,18 +188,26 @@ def _adaptive_average(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passag
     return Mixes(_last(graph, node, int(operation(node)[-2])))
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d")
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices")
+@rule("max_pool3d_with_indices", "adaptive_max_pool1d", "adaptive_max_pool2d")
+@rule("adaptive_max_pool3d")
 def _maximum(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passage:
-    if motion.flips:
-        raise BlockedError(f"{motion.first_negative()}, and {describe(node)} takes the maximum")
-    return Mixes(_last(graph, node, int(operation(node)[-2])))
+    _refuse_flips(node, motion)
+    rank = int(operation(node).partition("pool")[2][0])
+    return Mixes(_last(graph, node, rank))
 
 
-@rule("amax")
+@rule("amax", "max")
 def _amax(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passage:
+    _refuse_flips(node, motion)
+    if node.target is torch.ops.aten.max.other:
+        raise BlockedError(f"{describe(node)} does not let a per-channel map through")
+    return _reduced(graph, node)
+
+
+def _refuse_flips(node: fx.Node, motion: Motion) -> None:
     if motion.flips:
         raise BlockedError(f"{motion.first_negative()}, and {describe(node)} takes the maximum")
-    return _reduced(graph, node)
 
 
 @rule("mean")

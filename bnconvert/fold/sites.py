@@ -184,7 +184,13 @@ def _transposed(graph: FoldGraph, node: fx.Node, rank: int) -> Site | None:
     if not _has_weights(graph, weight, bias, source):
         return None
     layout = Layout(transposed=True, groups=given["groups"])
-    return Site(graph, node, source, weight, bias, layout, rank, pads_zeros=True)
+    return Site(graph, node, source, weight, bias, layout, rank, _spreads(graph, weight, given))
+
+
+def _spreads(graph: FoldGraph, weight: fx.Node, given: dict[str, Any]) -> bool:
+    """Whether some output of a transposed convolution sees only part of the kernel."""
+    larger = [*graph.shape(weight)[2:], *given["stride"]]
+    return any(size > 1 for size in larger) or any([*given["padding"], *given["output_padding"]])
 
 
 def _convolution(graph: FoldGraph, node: fx.Node) -> Site | None:
@@ -194,7 +200,9 @@ def _convolution(graph: FoldGraph, node: fx.Node) -> Site | None:
         return None
     rank = len(graph.shape(weight)) - 2
     layout = Layout(transposed=given["transposed"], groups=given["groups"])
-    pads = given["transposed"] or any(given["padding"])
+    pads = any(given["padding"])
+    if given["transposed"]:
+        pads = _spreads(graph, weight, given)
     return Site(graph, node, source, weight, bias, layout, rank, pads)
 
 

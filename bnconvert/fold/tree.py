@@ -63,6 +63,7 @@ class TreeTarget:
             for reader in node.users
             if not reads_shape_only(reader, node)
         ]
+        self._paths = {id(module): path for path, module in model.named_modules()}
         for module in model.modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
@@ -108,7 +109,7 @@ class TreeTarget:
             raise BlockedError(f"{hook} on {path} sees its values")
         others = self._other_owners(module)
         if others:
-            raise BlockedError(f"a weight of {path} is shared with another module ({others})")
+            raise BlockedError(f"a weight of {path} is shared: it is also {others}")
         reader = self._outside_reader(module)
         if reader is not None:
             raise BlockedError(f"a weight of {path} is also read by {describe(reader)}")
@@ -127,7 +128,8 @@ class TreeTarget:
             owners = self._owners[tensor.untyped_storage().data_ptr()]
             for owner, name in owners:
                 if owner not in mine:
-                    return name
+                    path = self._paths[owner]
+                    return f"{path}.{name}" if path else name
             own_names = {name for owner, name in owners if owner == id(module)}
             if len(own_names) > 1:
                 return ", ".join(sorted(own_names))
@@ -156,7 +158,7 @@ class TreeTarget:
             raise BlockedError(f"{call.path} is called {self.call_count(module)} times")
         others = self._other_owners(module)
         if others:
-            raise BlockedError(f"a weight of {call.path} is shared with another module ({others})")
+            raise BlockedError(f"a weight of {call.path} is shared: it is also {others}")
 
     def check_activation(self, node: fx.Node) -> None:
         """Raise BlockedError if an activation is not a layer of its own, called once."""
