@@ -35,6 +35,11 @@ class Graph:
         self.weights.append(numpy_helper.from_array(np.array(values, np.int64), name))
         return name
 
+    def floats(self, *values: float) -> str:
+        name = f"w{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(np.array(values, np.float32), name))
+        return name
+
     def call(self, op: str, *inputs: str, **attributes: Any) -> str:
         result = f"v{len(self.nodes)}"
         node = helper.make_node(op, inputs, [result], name=f"n{len(self.nodes)}", **attributes)

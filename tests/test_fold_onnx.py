@@ -160,6 +160,57 @@ def build_forward_concat(g: Graph) -> str:
     return conv(g, g.call("GlobalAveragePool", y), 4, 3 * C, kernel=1)
 
 
+def tokens(g: Graph) -> str:
+    return g.call("Reshape", "x", g.ints(0, C, 64))
+
+
+def build_matmul_from_the_left(g: Graph) -> str:
+    return g.norm(g.call("MatMul", g.weight(5, C), tokens(g)), 5)
+
+
+def build_forward_matmul_from_the_left(g: Graph) -> str:
+    return g.call("MatMul", g.weight(5, C), g.norm(g.call("Relu", tokens(g))))
+
+
+def build_computed_weights(g: Graph) -> str:
+    """As exporters write shared, standardized and normalised weights, and zero biases."""
+    weight = g.weight(C, C, 3, 3)
+    size = g.call("Sqrt", g.call("Mul", weight, weight))
+    y = g.call("Conv", "x", g.call("Identity", g.call("Div", weight, size)))
+    scale, zeros = g.call("Identity", g.weight(C)), g.call("ConstantOfShape", g.ints(C))
+    shared = g.call("Cast", g.call("Cast", g.weight(C, low=0.3), to=11), to=1)
+    return g.call("BatchNormalization", y, scale, zeros, shared, g.call("Identity", shared))
+
+
+def build_forward_single_kernel_same(g: Graph) -> str:
+    y = g.norm(g.call("Relu", "x"))
+    return conv(g, y, kernel=1, auto_pad="SAME_UPPER", strides=[2, 2])
+
+
+def build_pad_of_copies(g: Graph) -> str:
+    edges = g.ints(0, 0, 1, 2, 0, 0, 3, 1)
+    return g.norm(g.call("Pad", conv(g, "x"), edges, mode="reflect"))
+
+
+def build_forward_pad_of_copies(g: Graph) -> str:
+    y = g.call("Pad", g.norm(g.call("Relu", "x")), g.ints(0, 0, 1, 1, 0, 0, 1, 1), mode="edge")
+    return conv(g, y)
+
+
+def build_resize(g: Graph) -> str:
+    y = g.call("Resize", conv(g, "x"), "", g.floats(1, 1, 2, 2), mode="nearest")
+    return g.norm(y)
+
+
+def build_forward_resize(g: Graph) -> str:
+    y = g.norm(g.call("Relu", "x"))
+    return conv(g, g.call("Resize", y, "", g.floats(1, 1, 2, 2), mode="linear"))
+
+
+def build_cast_to_the_same(g: Graph) -> str:
+    return g.norm(g.call("Cast", conv(g, "x"), to=1))
+
+
 CROP = {"kernel_shape": [3, 3]}
 
 FOLDING = {
@@ -184,7 +235,7 @@ def test_no_norm_is_left_and_float64_agrees(tmp_path: Path, kind: str, as_consta
     assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("opset", [9, 11, 13, 15, 18])
+@pytest.mark.parametrize("opset", [7, 8, 9, 11, 13, 15, 18])
 def test_every_opset_with_per_channel_statistics(tmp_path: Path, opset: int) -> None:
     g = Graph()
     source = g.save(tmp_path / "in.onnx", [build_conv(g)], opset=opset)
@@ -192,19 +243,31 @@ def test_every_opset_with_per_channel_statistics(tmp_path: Path, opset: int) -> 
     assert onnx.load(tmp_path / "out.onnx").opset_import[0].version == opset
 
 
-def test_a_norm_in_a_function_of_the_file_is_folded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [1, 2, 3])
+@pytest.mark.parametrize("external", [False, True])
+def test_a_norm_in_a_function_of_the_file_is_folded(
+    tmp_path: Path, inside: int, external: bool
+) -> None:
+    """With the convolution before it in the function too, and a Reshape between."""
     g = Graph()
-    source = g.save(tmp_path / "in.onnx", [g.norm(conv(g, "x"))])
+    y = g.call("Reshape", conv(g, g.call("Relu", conv(g, "x"))), g.ints(0, C, 16, 1))
+    source = g.save(tmp_path / "in.onnx", [g.norm(y)])
     model = onnx.load(source)
-    norm = model.graph.node.pop()
+    if external:
+        onnx.save(model, source, save_as_external_data=True, location="w", size_threshold=100)
+        model = onnx.load(source, load_external_data=False)
+    nodes = [model.graph.node.pop() for _ in range(inside)][::-1]
+    made = {name for node in nodes for name in node.output}
+    given = list(dict.fromkeys(n for node in nodes for n in node.input if n not in made))
     imports = [onnx.helper.make_opsetid("", 17)]
-    block = onnx.helper.make_function("own", "Block", norm.input, norm.output, [norm], imports)
+    result = nodes[-1].output
+    block = onnx.helper.make_function("own", "Block", given, result, nodes, imports)
     model.functions.append(block)
-    call = onnx.helper.make_node("Block", norm.input, norm.output, domain="own", name="call")
-    model.graph.node.append(call)
+    model.graph.node.append(onnx.helper.make_node("Block", given, result, domain="own", name="b"))
     model.opset_import.append(onnx.helper.make_opsetid("own", 1))
-    onnx.save(model, source)
-    assert fold_onnx(source, tmp_path / "out.onnx").count(Outcome.FOLDED) == 1
+    source.write_bytes(model.SerializeToString())
+    report = fold_onnx(source, tmp_path / "out.onnx")
+    assert report.count(Outcome.FOLDED) == 1, str(report)
 
 
 def test_the_default_epsilon_is_that_of_float32(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import onnx
 import pytest
 from onnx import helper
 
@@ -42,10 +43,35 @@ def left_padded_reader_same(g: Graph) -> list[str]:
 
 
 def left_computed(g: Graph) -> list[str]:
-    scale = g.call("Sigmoid", g.weight(C))
+    scale = g.call("ReduceMean", "x", axes=[0, 2, 3], keepdims=0)
     return [
         g.call(NORM, conv(g, "x"), scale, g.weight(C), g.weight(C), g.weight(C, low=0.1, high=1.0))
     ]
+
+
+def left_quantised(g: Graph) -> list[str]:
+    stored = g.call("Cast", g.weight(C, C, 3, 3, low=-99, high=99), to=3)
+    weight = g.call("DequantizeLinear", stored, g.floats(0.01))
+    return [g.norm(g.call("Conv", "x", weight))]
+
+
+def left_cast(g: Graph) -> list[str]:
+    return [g.norm(g.call("Cast", g.call("Cast", conv(g, "x"), to=11), to=1))]
+
+
+def left_zero_pad(g: Graph) -> list[str]:
+    return [g.norm(g.call("Pad", conv(g, "x"), g.ints(0, 0, 1, 1, 0, 0, 1, 1)))]
+
+
+def left_pad_of_channels(g: Graph) -> list[str]:
+    padded = g.call("Pad", conv(g, "x"), g.ints(0, 1, 0, 0, 0, 1, 0, 0), mode="reflect")
+    return [g.norm(padded, C + 2)]
+
+
+def left_crop(g: Graph) -> list[str]:
+    roi = g.floats(0, 0, -0.5, -0.5, 1, 1, 1.5, 1.5)
+    how = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear"}
+    return [g.norm(g.call("Resize", conv(g, "x"), roi, g.floats(1, 1, 2, 2), **how))]
 
 
 def left_row_bias(g: Graph) -> list[str]:
@@ -110,7 +136,12 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_relu_before_and_after, "its reader Relu n3 is not linear"),
         (left_padded_reader, "its reader Conv n2 pads with zeros"),
         (left_padded_reader_same, "its reader Conv n2 pads with zeros"),
-        (left_computed, "its weights or statistics are computed"),
+        (left_computed, "statistics are not known: v0 is computed from the graph's inputs"),
+        (left_quantised, "the weight of Conv n2 is not known: v1 is quantised"),
+        (left_cast, "Cast n2 changes the type"),
+        (left_zero_pad, "Pad n1 pads with a constant, which the map would change"),
+        (left_pad_of_channels, "Pad n1 changes the number of channels"),
+        (left_crop, "Resize n1 fills in a constant outside its input"),
         (left_row_bias, "the bias of Gemm n2 differs from row to row"),
         (left_graph_input, "its input is an input of the graph"),
         (left_max_pool, "MaxPool n1 takes a maximum and a scale is negative (-"),
@@ -137,6 +168,26 @@ def test_extra_outputs_are_training_mode_where_there_is_no_attribute(tmp_path: P
     source = g.save(tmp_path / "in.onnx", left_old_training(g), shape=(2, C, 8, 8), opset=13)
     report = fold_onnx(source, None)
     assert "so it is in training mode" in report.layers[0].reason
+
+
+def test_constants_that_a_caller_may_replace_are_left(tmp_path: Path) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [build_conv(g)], shape=(2, C, 8, 8))
+    model = onnx.load(source)
+    for tensor in model.graph.initializer:
+        entry = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        model.graph.input.append(entry)
+    onnx.save(model, source)
+    reason = fold_onnx(source, None).layers[0].reason
+    assert "w2 is an input of the graph as well, so that a caller may replace it" in reason
+
+
+def test_old_statistics_per_value_are_left(tmp_path: Path) -> None:
+    g = Graph()
+    y = g.norm(g.call("Gemm", flat(g), g.weight(C, 5), g.weight(5)), 5)
+    g.nodes[-1].attribute.append(helper.make_attribute("spatial", 0))
+    source = g.save(tmp_path / "in.onnx", [y], opset=8)
+    assert "per value and not per channel" in fold_onnx(source, None).layers[0].reason
 
 
 @pytest.mark.parametrize("shape", [[0, C, 8, 8], [2, C, -8, 8], [99999999999999999999, C, 8, 8]])

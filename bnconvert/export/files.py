@@ -98,7 +98,7 @@ def save_graph(graph: ir.Model, path: Path, external_data: bool | Literal["auto"
     if external_data is True or size > LARGEST_SINGLE_FILE:
         ir.save(graph, path, external_data=f"{path.name}.data")
     else:
-        ir.save(graph, path)
+        ir.save(ir.external_data.load_to_model(graph), path)
 
 
 def _sync(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,7 @@ def fold_onnx(
         tolerance = HALF_TOLERANCE if _is_half(model) else TOLERANCE
     before = sum(1 for _ in model.graph.all_nodes())
     inputs = [_random_inputs(source, shapes or {}, batch) for batch in _OPEN_BATCHES]
-    seen = _shapes_of_values(source, inputs[0])
+    seen = _shapes_of_values(model, source, inputs[0])
     report = fold_graph(model, seen)
     common.ShapeInferencePass()(model)
     after = sum(1 for _ in model.graph.all_nodes())
@@ -141,6 +142,7 @@ def _read(path: Path) -> ir.Model:
         model.graph.sort()
         if model.functions:
             common.InlinePass()(model)
+        common.ShapeInferencePass()(model)
     except Exception as error:  # protobuf's DecodeError has no public name
         raise BnconvertError(
             f"{path}: is not an ONNX model: {first_line(_cause(error))}"
@@ -174,8 +176,15 @@ def _is_half(model: ir.Model) -> bool:
     return any(tensor is not None and tensor.dtype in halves for tensor in (*stored, *constants))
 
 
-def _shapes_of_values(path: Path, arguments: Arguments) -> dict[str, tuple[int, ...]]:
-    values = {**arguments.kwargs, **all_values(path, arguments, RuntimeLevel.DISABLE_ALL)}
+def _shapes_of_values(
+    model: ir.Model, source: Path, arguments: Arguments
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every value of a graph that was read from a file, in one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        inlined = Path(folder) / source.name  # the values inside functions have names only there
+        save_graph(model, inlined, external_data="auto")
+        results = all_values(inlined, arguments, RuntimeLevel.DISABLE_ALL)
+    values = {**arguments.kwargs, **results}
     return {name: tuple(value.shape) for name, value in values.items()}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from onnx_ir.passes import common
 
+from bnconvert.export.onnx_constants import compute_weights, why_not_constant
 from bnconvert.export.onnx_paths import (
     MOVERS,
     BlockedError,
@@ -25,7 +26,7 @@ from bnconvert.export.onnx_paths import (
     shape_of,
     through_concat,
 )
-from bnconvert.export.onnx_sites import SITES, constant, plan_after, plan_before
+from bnconvert.export.onnx_sites import SITES, constant, plan_after, plan_before, weight_place
 from bnconvert.fold.algebra import Affine, batchnorm_affine, cast
 from bnconvert.report import LayerReport, Outcome, Report
 
@@ -38,6 +39,7 @@ _NORM = "BatchNormalization"
 _OPTIONAL_INITIALIZER_INPUTS = 4  # since this version of the file format
 _EPSILON = torch.tensor(1e-5).item()  # attributes are float32, their defaults too
 _PER_CHANNEL = 9  # since this opset, statistics are per channel by definition
+_BROADCASTS = 7  # since this opset, Add and Gemm broadcast as they do now
 
 
 def fold_graph(model: ir.Model, shapes: Shapes) -> Report:
@@ -56,6 +58,7 @@ def fold_graph(model: ir.Model, shapes: Shapes) -> Report:
         common.RemoveInitializersFromInputsPass()(model)
         model.ir_version = _OPTIONAL_INITIALIZER_INPUTS
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    compute_weights(model, SITES)
     entries: dict[ir.Node, LayerReport] = {}
     norms = [node for node in model.graph if node.op_type == _NORM and not node.domain]
     progress = True
@@ -105,15 +108,22 @@ def _fold_node(model: ir.Model, node: ir.Node, shapes: Shapes) -> LayerReport:
 
 def _affine(model: ir.Model, node: ir.Node) -> Affine:
     version = model.opset_imports.get("", 1)
-    if version < _PER_CHANNEL:
-        raise BlockedError(f"opset {version} lets statistics be per value; convert to 9 or higher")
+    if version < _BROADCASTS:
+        raise BlockedError(
+            f"opset {version} broadcasts by other rules; convert the file to opset {_PER_CHANNEL} "
+            "or higher"
+        )
+    spatial = node.attributes["spatial"].as_int() if "spatial" in node.attributes else 1
+    if version < _PER_CHANNEL and not spatial:
+        raise BlockedError("its statistics are per value and not per channel (spatial=0)")
     if "training_mode" in node.attributes and node.attributes["training_mode"].as_int():
         raise BlockedError("it is in training mode and normalises by the batch")
     if any(output.name for output in node.outputs[1:]):
         raise BlockedError("it gives the batch's statistics, so it is in training mode")
     scale, bias, mean, var = (constant(value) for value in node.inputs[1:5])
     if scale is None or bias is None or mean is None or var is None:
-        raise BlockedError("its weights or statistics are computed")
+        unknown = next(v for v in node.inputs[1:5] if v is not None and constant(v) is None)
+        raise BlockedError(f"its weights or statistics are not known: {why_not_constant(unknown)}")
     eps = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else _EPSILON
     affine = batchnorm_affine(mean, var, eps, scale, bias)
     for part, values in (("scale", affine.scale), ("shift", affine.shift)):
@@ -223,6 +233,11 @@ def _per_channel(number: torch.Tensor, track: Track, count: int, rank: int) -> t
     return values if torch.equal(values[channels], flat) else None
 
 
+def _data(site: ir.Node) -> int:
+    """Return which input of a site is not its weight."""
+    return 1 - weight_place(site) if site.op_type == "MatMul" else 0
+
+
 def _skip(node: ir.Node, index: int) -> None:
     """Let everything read one input of a node, as it now is, in place of its output."""
     source = node.inputs[index]
@@ -254,7 +269,7 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
             elif reader.op_type == "Concat":
                 joined = through_concat(reader, use.idx, track, shapes)
                 pending.append((reader.outputs[0], affine, joined))
-            elif reader.op_type in SITES and use.idx == 0 and not reader.domain:
+            elif reader.op_type in SITES and not reader.domain and use.idx == _data(reader):
                 if reader in into:
                     raise BlockedError(f"its reader {label(reader)} is reached on two ways")
                 edits.append(plan_before(reader, affine, track, shapes))

@@ -4,14 +4,15 @@ A `Track` says along which axis of a value the channels lie, and which channel e
 axis belongs to. Reshape and Flatten may merge the channel axis with its neighbours, after which
 one channel owns several indices; whatever leaves no single axis is an error that says so.
 
-Averages let every map `scale * x + shift` per channel pass, as their weights add up to one, unless
-zeros of the padding are averaged too; maxima let those pass whose scale is not negative.
+Averages and interpolations let every map `scale * x + shift` per channel pass, as their weights
+add up to one, unless zeros of the padding take part; maxima let those pass whose scale is not
+negative.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool"}) | _MAXIMA
-_IN_PLACE = frozenset({"Identity", "Dropout"}) | _POOLS
+_WINDOWS = _POOLS | {"Pad", "Resize"}
+_IN_PLACE = frozenset({"Identity", "Dropout", "Cast"}) | _WINDOWS
 
 MOVERS = _IN_PLACE | {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "ReduceMean"}
 """Operators that a track can be followed through, from their first input to their output."""
@@ -64,6 +66,10 @@ def follow(node: ir.Node, track: Track, shapes: Shapes, *, backward: bool) -> Tr
     """
     if node.op_type in _POOLS and track.axis != 1:
         raise BlockedError(f"{label(node)} pools over its channels")
+    if node.op_type in {"Pad", "Resize"}:
+        sizes = [shape_of(value, shapes)[track.axis] for value in (node.inputs[0], node.outputs[0])]
+        if sizes[0] != sizes[1]:
+            raise BlockedError(f"{label(node)} changes the number of channels")
     if node.op_type in _IN_PLACE:
         return track
     given, result = (shape_of(value, shapes) for value in (node.inputs[0], node.outputs[0]))
@@ -87,8 +93,38 @@ def check_passage(node: ir.Node, affine: Affine) -> None:
         raise BlockedError(f"{label(node)} takes a maximum and a scale is negative ({lowest:.3g})")
     if node.op_type in _MAXIMA and len(node.outputs) > 1:
         raise BlockedError(f"{label(node)} also gives indices")
+    if node.op_type == "Cast" and not _keeps_type(node):
+        raise BlockedError(f"{label(node)} changes the type")
+    if node.op_type == "Pad":
+        _check_pad(node, affine)
+    if node.op_type == "Resize" and _text(node, "coordinate_transformation_mode", "") in _CROPS:
+        raise BlockedError(f"{label(node)} fills in a constant outside its input")
     if node.op_type == "AveragePool" and _averages_zeros(node) and bool(affine.shift.any()):
         raise BlockedError(f"{label(node)} averages zeros of its padding")
+
+
+_CROPS = {"tf_crop_and_resize"}
+
+
+def _keeps_type(node: ir.Node) -> bool:
+    source, result = node.inputs[0], node.outputs[0]
+    return source is not None and source.dtype is not None and source.dtype == result.dtype
+
+
+def _check_pad(node: ir.Node, affine: Affine) -> None:
+    """Copies of values at the edge are mapped with them; constants are not."""
+    if _text(node, "mode", "constant") != "constant":
+        return
+    given = node.inputs[2] if len(node.inputs) > 2 else None
+    value = node.attributes["value"].as_float() if "value" in node.attributes else 0.0
+    if given is not None:
+        value = math.nan if given.const_value is None else float(given.const_value.numpy().item())
+    if value != 0 or bool(affine.shift.any()):
+        raise BlockedError(f"{label(node)} pads with a constant, which the map would change")
+
+
+def _text(node: ir.Node, name: str, default: str) -> str:
+    return node.attributes[name].as_string() if name in node.attributes else default
 
 
 def _averages_zeros(node: ir.Node) -> bool:
@@ -98,11 +134,22 @@ def _averages_zeros(node: ir.Node) -> bool:
     return bool(includes and (ceil or is_padded(node)))
 
 
-def is_padded(node: ir.Node) -> bool:
-    """Whether a convolution or pool adds values around its input."""
-    padding = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+def is_padded(node: ir.Node, kernel: Sequence[int] = ()) -> bool:
+    """Whether a convolution or pool adds values around its input.
+
+    Args:
+        node: The node.
+        kernel: Sizes of its kernel where it does not state them.
+    """
+    kernel = (
+        node.attributes["kernel_shape"].as_ints() if "kernel_shape" in node.attributes else kernel
+    )
+    padding = _text(node, "auto_pad", "NOTSET")
     pads = node.attributes["pads"].as_ints() if "pads" in node.attributes else ()
-    return padding not in {"NOTSET", "VALID"} or any(pads)
+    if padding == "NOTSET":
+        return any(pads)
+    single = bool(kernel) and all(size == 1 for size in kernel)  # SAME then adds nothing
+    return padding != "VALID" and not single
 
 
 def through_concat(node: ir.Node, index: int, track: Track, shapes: Shapes) -> Track:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from bnconvert.export.onnx_constants import add_initializer, why_not_constant
 from bnconvert.export.onnx_paths import BlockedError, Shapes, Track, is_padded, label, shape_of
 from bnconvert.fold.algebra import Affine, Layout, absorb_after, absorb_before, cast
 
@@ -68,15 +69,16 @@ def read_weights(node: ir.Node) -> Weights:
     Raises:
         BlockedError: They are computed, or have a shape that does not fit.
     """
-    weight = constant(node.inputs[1])
+    given = node.inputs[weight_place(node)]
+    weight = constant(given)
     if weight is None:
-        raise BlockedError(f"the weight of {label(node)} is computed")
+        raise BlockedError(_unknown(node, "weight", given))
     if node.op_type == "MatMul":
         return _matmul(node, weight)
     given = node.inputs[2] if len(node.inputs) > 2 else None
     bias = constant(given)
     if given is not None and bias is None:
-        raise BlockedError(f"the bias of {label(node)} is computed")
+        raise BlockedError(_unknown(node, "bias", given))
     if node.op_type == "Gemm":
         return _gemm(node, weight, bias)
     groups = _attribute(node, "group", 1)
@@ -84,9 +86,21 @@ def read_weights(node: ir.Node) -> Weights:
     return Weights(weight, bias, layout, _CHANNEL_AXIS)
 
 
+def weight_place(node: ir.Node) -> int:
+    """Return which input of a site is its weight; of a MatMul it may be the first."""
+    return 0 if node.op_type == "MatMul" and constant(node.inputs[0]) is not None else 1
+
+
+def _unknown(node: ir.Node, what: str, value: ir.Value | None) -> str:
+    why = why_not_constant(value) if value is not None else "it has none"
+    return f"the {what} of {label(node)} is not known: {why}"
+
+
 def _matmul(node: ir.Node, weight: torch.Tensor) -> Weights:
     if weight.ndim != 2:
         raise BlockedError(f"the weight of {label(node)} has {weight.ndim} dimensions")
+    if weight_place(node) == 0:
+        return Weights(weight, None, Layout(), -2)
     return Weights(weight, None, Layout(transposed=True), -1)
 
 
@@ -131,9 +145,11 @@ def plan_before(node: ir.Node, affine: Affine, track: Track, shapes: Shapes) -> 
     weights = read_weights(node)
     if node.op_type == "Gemm" and _attribute(node, "transA", 0):
         raise BlockedError(f"its reader {label(node)} transposes its input")
-    _check_axis(node, track, weights.inputs, weights.axis, shape_of(node.inputs[0], shapes))
+    source = node.inputs[1 - weight_place(node)] if node.op_type == "MatMul" else node.inputs[0]
+    _check_axis(node, track, weights.inputs, weights.axis, shape_of(source, shapes))
     taken = affine.take(torch.from_numpy(track.channels))
-    if node.op_type == "Conv" and is_padded(node) and bool((taken.shift != 0).any()):
+    padded = node.op_type == "Conv" and is_padded(node, weights.weight.shape[2:])
+    if padded and bool((taken.shift != 0).any()):
         raise BlockedError(f"its reader {label(node)} pads with zeros")
     return _store(node, *absorb_before(weights.weight, weights.bias, taken, weights.layout))
 
@@ -141,22 +157,25 @@ def plan_before(node: ir.Node, affine: Affine, track: Track, shapes: Shapes) -> 
 def _check_axis(
     node: ir.Node, track: Track, channels: int, axis: int, shape: tuple[int, ...]
 ) -> None:
-    if track.axis != axis % len(shape) or len(track.channels) != channels:
+    if len(shape) < -axis or track.axis != axis % len(shape) or len(track.channels) != channels:
         raise BlockedError(f"its channels do not lie along those of {label(node)}")
 
 
 def _plan_norm(node: ir.Node, affine: Affine, track: Track) -> Callable[[], None]:
     """`after.scale * (g * n + b) + after.shift`: only weight and bias of the first norm change."""
     weight, bias = constant(node.inputs[1]), constant(node.inputs[2])
-    if weight is None or bias is None or len(track.channels) != len(weight):
-        raise BlockedError(f"the weights of {label(node)} are computed")
+    if weight is None or bias is None:
+        raise BlockedError(_unknown(node, "weight", node.inputs[1 if weight is None else 2]))
+    if len(track.channels) != len(weight):
+        raise BlockedError(f"its channels are not those of {label(node)}")
     taken = affine.take(torch.from_numpy(track.channels))
     own = Affine(weight.double(), bias.double()).then(taken)
     return _store(node, own.scale, own.shift)
 
 
 def _store(node: ir.Node, weight: torch.Tensor, bias: torch.Tensor) -> Callable[[], None]:
-    old = node.inputs[1]
+    place = weight_place(node)
+    old = node.inputs[place]
     assert old is not None  # noqa: S101 (`read_weights` has read it)
     assert old.const_value is not None  # noqa: S101
     dtype = torch.from_numpy(np.array(old.const_value.numpy())).dtype
@@ -167,8 +186,9 @@ def _store(node: ir.Node, weight: torch.Tensor, bias: torch.Tensor) -> Callable[
         graph = node.graph
         assert isinstance(graph, ir.Graph)  # noqa: S101 (only the main graph is folded)
         stem = node.name or node.outputs[0].name
-        node.replace_input_with(1, new_constant(graph, f"{stem}_weight", new_weight))
-        stored = new_constant(graph, f"{stem}_bias", new_bias)
+        node.replace_input_with(place, add_initializer(graph, f"{stem}_weight", new_weight.numpy()))
+        column = new_bias[:, None] if place == 0 else new_bias
+        stored = add_initializer(graph, f"{stem}_bias", column.numpy())
         if node.op_type == "MatMul":
             if bool((new_bias != 0).any()):
                 _add_after(graph, node, stored)
@@ -190,21 +210,3 @@ def _add_after(graph: ir.Graph, node: ir.Node, bias: ir.Value) -> None:
     result.name = f"{total.name}_unshifted"
     name = f"{node.name or result.name}/Add"
     graph.insert_after(node, ir.Node("", "Add", [result, bias], outputs=[total], name=name))
-
-
-def new_constant(graph: ir.Graph, name: str, values: torch.Tensor) -> ir.Value:
-    """Add an initializer under a name that is free."""
-    results = {value.name for node in graph for value in node.outputs}
-    taken = results | {value.name for value in graph.inputs} | graph.initializers.keys()
-    free, number = name, 1
-    while free in taken:
-        free, number = f"{name}_{number}", number + 1
-    tensor = ir.tensor(values.contiguous().numpy(), name=free)
-    made = ir.Value(
-        name=free,
-        type=ir.TensorType(tensor.dtype),
-        shape=ir.Shape(values.shape),
-        const_value=tensor,
-    )
-    graph.register_initializer(made)
-    return made
