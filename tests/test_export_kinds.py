@@ -214,17 +214,40 @@ def test_another_image_size_is_proven_or_refused(tmp_path: Path) -> None:
         export_onnx(fixed, tmp_path / "fixed.onnx", IMAGES, dynamic_size=True)
 
 
-@pytest.mark.parametrize("opset", [15, 17])
+@pytest.mark.parametrize("opset", [7, 9, 11, 13, 15, 17])
 def test_older_opsets_are_honoured(tmp_path: Path, opset: int) -> None:
     report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, opset=opset)
     assert report.opset == opset
     assert [entry.version for entry in onnx.load(tmp_path / "m.onnx").opset_import] == [opset]
 
 
+@pytest.mark.parametrize("opset", [11, 13, 17])
+def test_newer_operators_are_put_in_older_terms(tmp_path: Path, opset: int) -> None:
+    """HardSwish, which came with 14, and axes and sizes that became inputs with 13 and 18."""
+
+    class Newer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, two = torch.split(nn.functional.hardswish(self.bn(self.conv(x))), [2, 4], 1)
+            return torch.cat([one, two.relu()], 1).mean((2, 3)).unsqueeze(1)
+
+    model = Newer().eval()
+    randomize_batchnorm(model)
+    report = export_onnx(model, tmp_path / "m.onnx", IMAGES, opset=opset)
+    assert report.opset == opset
+    graph = onnx.load(tmp_path / "m.onnx")
+    assert [entry.version for entry in graph.opset_import] == [opset]
+    assert not {"HardSwish", "Identity"} & {node.op_type for node in graph.graph.node} or opset > 13
+
+
 def test_older_opset_that_lacks_an_operator_is_refused(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.LayerNorm(16), nn.Mish()).eval()
-    with pytest.raises(BnconvertError, match=r"^opset: .* cannot be expressed in opset 11"):
-        export_onnx(net, tmp_path / "m.onnx", IMAGES, opset=11)
+    net = nn.Sequential(nn.BatchNorm2d(3), nn.GELU()).eval()
+    refusal = r"^opset: .* cannot be expressed in opset 8 \(.*Erf.*; choose 9 or higher$"
+    with pytest.raises(BnconvertError, match=refusal):
+        export_onnx(net, tmp_path / "m.onnx", IMAGES, opset=8)
     assert not list(tmp_path.iterdir())
 
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 from onnx import version_converter
+from onnx_ir.passes import common
 
 from bnconvert.errors import BnconvertError, first_line
 
 DEFAULT_OPSET = 18
+_OLDEST = 7
+"""The oldest that onnxruntime runs."""
+
+_FREE_INITIALIZERS = 4
+"""The oldest version of the file format in which initializers need not be inputs as well."""
+
 OLDEST_TRANSLATED = 18
 """The oldest opset that torch translates to; older ones are reached by converting from it."""
 
@@ -25,9 +32,10 @@ def check_opset(opset: int | None) -> int:
     if opset is None:
         return DEFAULT_OPSET
     newest = onnx.defs.onnx_opset_version()
-    if not isinstance(opset, int) or not 1 <= opset <= newest:
+    if not isinstance(opset, int) or not _OLDEST <= opset <= newest:
         raise BnconvertError(
-            f"opset: {opset!r} is not known to onnx {onnx.__version__}; choose one up to {newest}"
+            f"opset: {opset!r} is not known to onnx {onnx.__version__} and onnxruntime; choose one "
+            f"from {_OLDEST} to {newest}"
         )
     return opset
 
@@ -39,45 +47,136 @@ def to_opset(model: ir.Model, opset: int) -> ir.Model:
         BnconvertError: An operation of the graph cannot be expressed in it.
     """
     current = model.opset_imports[""]
-    if opset != current:
-        if opset < current:
-            _drop_new_attributes(model, opset)
-        model = _converted(model, current, opset)
+    if opset > current:
+        model = _raised(model, opset)
+    elif opset < current:
+        model = _lowered(model, opset)
     imports = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
-    model.ir_version = onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)
+    oldest = onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)
+    model.ir_version = max(oldest, _FREE_INITIALIZERS)
     return model
 
 
-def _converted(model: ir.Model, current: int, opset: int) -> ir.Model:
-    proto = ir.serde.serialize_model(model)
+def _raised(model: ir.Model, opset: int) -> ir.Model:
+    current = model.opset_imports[""]
     try:
-        converted = version_converter.convert_version(proto, opset)
-        onnx.checker.check_model(converted, full_check=True)
+        return _converted(model, opset)
     except Exception as error:  # the converter raises whatever its adapters raise
-        reason = first_line(error).rpartition("failed: ")[2]
-        choice = f"{current} or higher" if opset < current else f"{current} or lower"
-        raise BnconvertError(
-            f"opset: the graph cannot be expressed in opset {opset} ({reason}); choose {choice}"
-        ) from error
-    return ir.serde.deserialize_model(converted)
+        raise _refusal(opset, error, f"{current} or lower") from error
+
+
+def _lowered(model: ir.Model, opset: int) -> ir.Model:
+    """Go down as far as onnx's converter goes, and on where a lower number is all it takes.
+
+    Many operators got a new version only to allow more types, which the converter does not know
+    the way back of. The checker sees whether a node is valid in the older one, and the proof that
+    every export ends with whether it still means the same.
+    """
+    for step in range(model.opset_imports[""] - 1, opset - 1, -1):
+        try:
+            model = _one_lower(model, step)
+        except Exception as error:  # noqa: PERF203 (the text says how far it went)
+            raise _refusal(opset, error, f"{step + 1} or higher") from error
+    return model
+
+
+def _one_lower(model: ir.Model, opset: int) -> ir.Model:
+    try:
+        return _converted(model, opset)
+    except Exception as error:  # as in `_raised`
+        try:
+            return _relabelled(model, opset)
+        except Exception:  # the converter's reason is the clearer one
+            raise error from None
+
+
+def _refusal(opset: int, error: Exception, choice: str) -> BnconvertError:
+    reason = first_line(error).rpartition("failed: ")[2].rstrip(".")
+    return BnconvertError(
+        f"opset: the graph cannot be expressed in opset {opset} ({reason}); choose {choice}"
+    )
+
+
+def _converted(model: ir.Model, opset: int) -> ir.Model:
+    if opset < model.opset_imports[""]:
+        _drop_new_attributes(model, opset)
+    proto = version_converter.convert_version(ir.serde.serialize_model(model), opset)
+    return _checked(proto)
+
+
+def _relabelled(model: ir.Model, opset: int) -> ir.Model:
+    _spell_out(model, opset)
+    _drop_new_attributes(model, opset)
+    _inputs_to_attributes(model, opset)
+    proto = ir.serde.serialize_model(model)
+    next(entry for entry in proto.opset_import if not entry.domain).version = opset
+    return _checked(proto)
+
+
+def _checked(proto: onnx.ModelProto) -> ir.Model:
+    onnx.checker.check_model(proto, full_check=True)
+    return ir.serde.deserialize_model(proto)
 
 
 def _drop_new_attributes(model: ir.Model, opset: int) -> None:
-    """Remove attributes that the older operator does not have and that only state the default.
+    """Remove attributes that the older operator does not have and that make no difference.
 
     onnx's converter would copy them, and the checker then refuses the file.
     """
     for node in model.graph.all_nodes():
         if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
             continue
-        known = onnx.defs.get_schema(node.op_type, opset).attributes
+        older = onnx.defs.get_schema(node.op_type, opset)
+        known = older.attributes
         current = onnx.defs.get_schema(node.op_type, model.opset_imports[""]).attributes
         for name in [name for name in node.attributes if name not in known]:
             default = current[name].default_value
-            if default.type and ir.serde.deserialize_attribute(default) == node.attributes[name]:
+            stated = default.type and ir.serde.deserialize_attribute(default)
+            if stated == node.attributes[name] or (name == "allowzero" and _has_no_zero(node)):
                 node.attributes.pop(name)
-        if node.op_type == "Split" and "num_outputs" not in known:
+        if node.op_type == "Split" and "num_outputs" not in known and len(older.inputs) > 1:
             _split_by_sizes(model, node)
+
+
+def _spell_out(model: ir.Model, opset: int) -> None:
+    """Put operators that the older opset lacks as what onnx defines them to be."""
+    for node in model.graph.all_nodes():
+        if node.domain or onnx.defs.has(node.op_type, max_inclusive_version=opset):
+            continue
+        schema = onnx.defs.get_schema(node.op_type, model.opset_imports[""])
+        if schema.has_function:
+            body = ir.serde.deserialize_function(schema.function_body)
+            model.functions[body.identifier()] = body
+    if model.functions:
+        common.InlinePass()(model)
+
+
+def _inputs_to_attributes(model: ir.Model, opset: int) -> None:
+    """Write constants as the attributes of the same name that the older operators have instead."""
+    for node in model.graph.all_nodes():
+        if node.domain or not onnx.defs.has(node.op_type, max_inclusive_version=opset):
+            continue
+        older = onnx.defs.get_schema(node.op_type, opset)
+        current = onnx.defs.get_schema(node.op_type, model.opset_imports[""])
+        for index, formal in enumerate(current.inputs[: len(node.inputs)]):
+            given = node.inputs[index]
+            if index < len(older.inputs) or formal.name not in older.attributes or given is None:
+                continue
+            tensor = ir.convenience.get_const_tensor(given)
+            if tensor is not None and not given.is_graph_input():
+                kind = ir.AttributeType(int(older.attributes[formal.name].type))
+                value = tensor.numpy().tolist()
+                node.attributes[formal.name] = ir.Attr(formal.name, kind, value)
+                node.replace_input_with(index, None)
+        while node.inputs and node.inputs[-1] is None:
+            node.resize_inputs(len(node.inputs) - 1)
+    common.RemoveUnusedNodesPass()(model)
+
+
+def _has_no_zero(reshape: ir.Node) -> bool:
+    shape = reshape.inputs[1]
+    known = shape is not None and shape.const_value is not None and not shape.is_graph_input()
+    return known and bool(shape.const_value.numpy().all())  # type: ignore[union-attr]
 
 
 def _split_by_sizes(model: ir.Model, node: ir.Node) -> None:
