@@ -3,8 +3,9 @@
     python -m benchmarks.onnx_latency [--json] [--rounds N] [MODEL ...]
 
 One thread, batch 1 and 8, all of onnxruntime's own rewrites on. The files of one model are run in
-turn, so that a busy machine slows all of them, and medians are compared. Ratio: best peer / ours,
-above 1 where ours is faster. See benchmarks/onnx_peers.py for the peers.
+turn, so that a busy machine slows all of them. Ratio: a peer / ours, the median over the rounds,
+and of all peers the lowest; above 1 where ours is faster. See benchmarks/onnx_peers.py for the
+peers.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for batch in BATCHES:
         times = _interleaved(sessions, random_images(size, batch).numpy(), rounds)
-        peers = [value for maker, value in times.items() if maker != OURS]
-        ratio = min(peers) / times[OURS] if peers and OURS in times else None
-        rows.append({"model": name, "batch": batch, "ms": times, "ratio": ratio})
+        ratios = [_ratio(times[maker], times[OURS]) for maker in times if maker != OURS]
+        medians = {maker: statistics.median(found) for maker, found in times.items()}
+        rows.append({"model": name, "batch": batch, "ms": medians, "ratio": min(ratios)})
     return rows
 
 
@@ -85,10 +86,14 @@ def _session(made: Made) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
+def _ratio(peer: list[float], ours: list[float]) -> float:
+    return statistics.median(theirs / own for theirs, own in zip(peer, ours, strict=True))
+
+
 def _interleaved(
     sessions: dict[str, onnxruntime.InferenceSession], images: np.ndarray, rounds: int
-) -> dict[str, float]:
-    """Return median milliseconds of processor time by maker."""
+) -> dict[str, list[float]]:
+    """Return milliseconds of processor time of each round, by maker."""
     times: dict[str, list[float]] = {maker: [] for maker in sessions}
     for number in range(rounds + 2):
         for maker, session in sessions.items():
@@ -97,7 +102,7 @@ def _interleaved(
             session.run(None, feed)
             if number >= 2:  # the first runs allocate
                 times[maker].append(1e3 * (time.thread_time() - start))
-    return {maker: statistics.median(found) for maker, found in times.items()}
+    return times
 
 
 def _table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -107,8 +112,7 @@ def _table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     ]
     for row in rows:
         times = [f"{row['ms'][m]:.2f}" if m in row["ms"] else "failed" for m in makers]
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        table.append((row["model"], str(row["batch"]), *times, ratio))
+        table.append((row["model"], str(row["batch"]), *times, f"{row['ratio']:.2f}"))
     return table
 
 
