@@ -64,6 +64,12 @@ def test_agreement_counts_rows_and_shared_classes() -> None:
     assert result.top5 == pytest.approx((3 / 5 + 1) / 2)
 
 
+def test_another_shape_is_named(tmp_path: Path) -> None:
+    comparison = compare(nn.Linear(3, 4), nn.Linear(3, 5), torch.ones(2, 3))
+    assert comparison.outputs[0].relative == float("inf")
+    assert "2x4    inf       inf       the other's shape is 2x5" in str(comparison)
+
+
 @pytest.mark.parametrize("nan", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_in_one_is_an_infinite_difference(nan: float) -> None:
     class Spoil(nn.Module):

@@ -214,6 +214,18 @@ def test_another_image_size_is_proven_or_refused(tmp_path: Path) -> None:
         export_onnx(fixed, tmp_path / "fixed.onnx", IMAGES, dynamic_size=True)
 
 
+def test_a_size_that_the_forward_fixes_is_named(tmp_path: Path) -> None:
+    class Fixes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = 2 if torch.compiler.is_exporting() else len(x)
+            return torch.ones(rows, 4) + x.mean()
+
+    refusal = r"with batch size 1 output output has shape \(2, 4\) and not \(1, 4\)"
+    with pytest.raises(VerificationError, match=refusal):
+        export_onnx(Fixes(), tmp_path / "m.onnx", IMAGES)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("opset", [7, 9, 11, 13, 15, 17])
 def test_older_opsets_are_honoured(tmp_path: Path, opset: int) -> None:
     report = export_onnx(make_net(), tmp_path / "m.onnx", IMAGES, opset=opset)

@@ -35,6 +35,12 @@ def count(program: ExportedProgram, *names: str) -> int:
     return sum(any(f"aten.{name}." in call for name in names) for call in calls)
 
 
+def tracked(program: ExportedProgram) -> int:
+    """Return the number of instance norms that normalise by running statistics."""
+    nodes = program.graph.nodes
+    return sum("instance_norm" in str(node.target) and not node.args[5] for node in nodes)
+
+
 def check_program(
     program: ExportedProgram, x: Tensor, folded: int, left: int = 0, **options: Any
 ) -> tuple[ExportedProgram, Report]:
@@ -47,7 +53,7 @@ def check_program(
     assert [node.name for node in program.graph.nodes] == nodes
     with torch.no_grad():
         torch.testing.assert_close(result.module()(x), program.module()(x), rtol=1e-11, atol=1e-11)
-    assert count(result, "batch_norm") == left
+    assert count(result, "batch_norm") + tracked(result) == left
     return result, plan.report
 
 
@@ -119,6 +125,25 @@ def test_a_matrix_product_gets_its_shift_as_a_sum() -> None:
 def test_norms_compose_when_nothing_else_takes_them() -> None:
     model = nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(6, affine=False), nn.GELU())
     check_program(export(model, image()), image(), folded=1, left=1)
+
+
+def test_instance_norms_with_running_statistics_are_norms_too() -> None:
+    def tracking(channels: int) -> nn.Module:
+        norm = nn.InstanceNorm2d(channels, affine=True, track_running_stats=True)
+        randomize_batchnorm(norm)
+        for tensor in (norm.running_mean, norm.running_var):
+            assert tensor is not None
+            tensor.uniform_(0.5, 2.0)
+        return norm
+
+    torch.manual_seed(0)
+    by_instance = nn.InstanceNorm2d(4, affine=True)
+    model = nn.Sequential(tracking(6), tracking(6), nn.GELU(), nn.Conv2d(6, 4, 3), tracking(4))
+    model.append(by_instance)
+    program = export(model, image())
+    result, report = check_program(program, image(), folded=2, left=1)
+    assert [layer.name for layer in report.left] == ["0"]
+    assert count(result, "instance_norm") == 2  # that by the instance is none of ours
 
 
 def test_a_norm_in_a_no_grad_block_is_folded() -> None:

@@ -35,7 +35,7 @@ class Difference:
         shape: Its shape in the first model.
         relative: max|a - b| / max|b|.
         absolute: max|a - b|.
-        remark: What explains the difference: the layer's own weights differ.
+        remark: What explains the difference: another shape, or that the layer's own weights differ.
     """
 
     name: str
@@ -85,10 +85,11 @@ class Comparison:
         if self.layers:
             lines += format_table([("layer", "relative", ""), *map(_bar_row, self.layers)])
             lines.append(f"{self.unpaired} layers are in one of both only")
-        rows: list[tuple[str, ...]] = [("output", "shape", "relative", "absolute")]
+        rows: list[tuple[str, ...]] = [("output", "shape", "relative", "absolute", "")]
         for output in self.outputs:
             shape = "x".join(map(str, output.shape)) or "scalar"
-            rows.append((output.name, shape, f"{output.relative:.1e}", f"{output.absolute:.1e}"))
+            numbers = f"{output.relative:.1e}", f"{output.absolute:.1e}"
+            rows.append((output.name, shape, *numbers, output.remark))
         lines += format_table(rows)
         lines.append(f"largest difference: {self.largest_difference:.1e} relative")
         if self.top1 is not None and self.top5 is not None:
@@ -221,7 +222,9 @@ def _difference(
     name: str, value: torch.Tensor, reference: torch.Tensor, remark: str = ""
 ) -> Difference:
     absolute = float("inf")
-    if value.shape == reference.shape:
+    if value.shape != reference.shape:
+        remark = f"the other's shape is {'x'.join(map(str, reference.shape)) or 'a scalar'}"
+    else:
         gap = (value.double() - reference.double()).abs()
         absolute = gap.max().item() if gap.numel() else 0.0
     relative = relative_difference(value, reference)

@@ -172,6 +172,14 @@ def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
     return float(difference / scale) if scale else float(difference)
 
 
+def other_shape(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> str:
+    """Return "output y has shape (2, 4) and not (5, 4)" of the first other shape, "" if none is."""
+    for (name, value), expected in zip(values.items(), reference.values(), strict=True):
+        if value.shape != expected.shape:
+            return f"output {name} has shape {tuple(value.shape)} and not {tuple(expected.shape)}"
+    return ""
+
+
 def largest_difference(
     values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
 ) -> float:

@@ -16,6 +16,7 @@ from bnconvert.comparison.runners import (
     RuntimeLevel,
     TorchRunner,
     largest_difference,
+    other_shape,
     relative_difference,
 )
 from bnconvert.errors import BnconvertError, VerificationError, first_line
@@ -221,6 +222,13 @@ def _check(runner: OnnxRunner, level: RuntimeLevel, case: Case) -> Check:
         values = runner.run(case.arguments)
     except BnconvertError as error:
         raise VerificationError(f"{error} (with {case.words}, {level})") from error
+    shapes = other_shape(values, case.expected)
+    if shapes:
+        raise VerificationError(
+            f"export: with {case.words} {shapes}, as the torch model gives it; the forward has "
+            "fixed a size of the example; take it from the input's shape, or export with "
+            "dynamic_batch=False and without dynamic_size; nothing was written"
+        )
     return Check(
         batch=case.arguments.batch or 0,
         size=case.size,

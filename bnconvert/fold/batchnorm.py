@@ -21,7 +21,7 @@ from bnconvert.fold.capture import (
     run,
 )
 from bnconvert.fold.float64 import in_float64
-from bnconvert.fold.graph import FoldGraph
+from bnconvert.fold.graph import FoldGraph, operation
 from bnconvert.fold.mirror import mirror
 from bnconvert.fold.norms import BatchCall, NormCall, find_norms
 from bnconvert.fold.planner import Group, Planner
@@ -300,7 +300,7 @@ class _Folding:
                 if isinstance(call, NormCall):
                     reason += "; fold_exported can fold it"
                 self.functions.append(
-                    LayerReport(call.path, "batch_norm", Outcome.LEFT, reason=reason)
+                    LayerReport(call.path, operation(call.node), Outcome.LEFT, reason=reason)
                 )
 
     def plan(self, rewrite_activations: bool) -> None:

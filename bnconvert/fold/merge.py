@@ -31,7 +31,7 @@ _CONVS = {
     "conv2d": torch.ops.aten.conv2d.default,
     "conv3d": torch.ops.aten.conv3d.default,
 }
-_EXPANDED = {"add", "sub", "mul", "batch_norm", "getitem"}
+_EXPANDED = {"add", "sub", "mul", "batch_norm", "instance_norm", "getitem"}
 
 
 @dataclass(frozen=True)

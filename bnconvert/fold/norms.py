@@ -1,7 +1,8 @@
 """Norms of a graph: calls whose result is a per-channel affine map of their input.
 
-Two forms are recognised: `batch_norm` with running statistics, and the plain arithmetic that frozen
-layers consist of, `x * scale + shift` with constant factors.
+Two forms are recognised: `batch_norm` with running statistics, as which InstanceNorm that tracks
+them is written in eval mode too, and the plain arithmetic that frozen layers consist of,
+`x * scale + shift` with constant factors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from bnconvert.fold.graph import FoldGraph
 
 _PLAIN = "batch_norm"
+_INSTANCE = "instance_norm"  # with the same arguments; one of them is whether statistics are unused
 _DECOMPOSED = "_native_batch_norm_legit_no_training"
 _DECOMPOSED_TRAINING = {"_native_batch_norm_legit", "_native_batch_norm_legit_functional"}
 _NO_STATISTICS = "it has no running statistics, so that it normalises by the batch in eval mode"
@@ -112,7 +114,9 @@ def find_norms(graph: FoldGraph) -> tuple[list[NormCall], list[BatchCall]]:
         if node.op != "call_function" or graph.is_constant(node):
             continue
         name = operation(node)
-        if name == _PLAIN:
+        if name == _INSTANCE and node.args[5]:
+            continue
+        if name in {_PLAIN, _INSTANCE}:
             _, weight, bias, mean, var, training, _, eps, *_ = node.args
             if training or mean is None or var is None:
                 reason = _NO_STATISTICS if mean is None or var is None else _TRAINING

@@ -79,7 +79,7 @@ def set_affine(graph: FoldGraph, call: NormCall) -> None:
     if operation(node) == "getitem":
         node = node.all_input_nodes[0]
     mean, var = node.args[3], node.args[4]
-    eps = node.args[7] if operation(node) == "batch_norm" else node.args[6]
+    eps = node.args[7] if operation(node) in {"batch_norm", "instance_norm"} else node.args[6]
     bare = batchnorm_affine(graph.value(mean), graph.value(var), eps)  # type: ignore[arg-type]
     weight = affine.scale / bare.scale
     bias = affine.shift - bare.shift * weight
