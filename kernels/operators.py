@@ -43,6 +43,14 @@ _define(
 )
 
 
+def is_recomputation() -> bool:
+    """Whether this runs inside a backward, as activation checkpointing repeats a forward.
+
+    Statistics have counted the batch then. Code that is being compiled cannot tell.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def _torch_kernels(input: Tensor) -> Any:  # noqa: A002
     """Return the module whose functions run where our kernels do not."""
     return aten_cuda if choose(input.device).kernels != "reference" and input.is_cuda else reference
@@ -71,7 +79,9 @@ def _normalize_(
     negative_slope: float,
 ) -> tuple[Tensor, Tensor]:
     driver = driver_for(input, weight, bias, running_mean, running_var)
-    running = (running_mean, running_var, num_batches_tracked)
+    running: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if not is_recomputation():
+        running = (running_mean, running_var, num_batches_tracked)
     if driver is not None:
         fused = native.Activation(activation, negative_slope)
         return native.normalize_(

@@ -261,15 +261,25 @@ def test_second_derivative_is_refused_not_wrong() -> None:
 def recompute(rank: int) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    layer: Any = SyncBatchNorm1d(3)
-    x = torch.randn(4, 3, requires_grad=True)
-    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
-    assert int(layer.num_batches_tracked) == 1
+    layer: Any = SyncBatchNorm1d(3, momentum=None)
+    for number in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=number % 2 == 1).square().sum().backward()
+        assert int(layer.num_batches_tracked) == number + 1
+        assert layer.track_running_stats
+    if dist.is_initialized():  # alone, the compiled forward is that of torch
+        compiled = torch.compile(layer, backend="aot_eager")
+        checkpoint(compiled, x, use_reentrant=False).square().sum().backward()
+        assert int(layer.num_batches_tracked) == 4
 
 
 @pytest.mark.distributed
 def test_activation_checkpointing_updates_statistics_once() -> None:
     run_ranks(recompute, 2)
+
+
+def test_activation_checkpointing_updates_statistics_once_without_ranks() -> None:
+    recompute(0)
 
 
 def wrong_channels(rank: int) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from bnconvert.kernels import comm
+from bnconvert.kernels.operators import is_recomputation
 from bnconvert.kernels.ops import synchronized_batch_norm
 from bnconvert.layers import classes, families
 from bnconvert.layers.group import GroupRef, check_group
@@ -69,13 +69,12 @@ class SyncMixin(nn.Module):
         if call is not None:
             return call
         if not self.training or not comm.communicates(self._bnconvert_group.name):
-            output: Tensor = super().forward(input)
-            return output
+            return self._forward_alone(input)
         self._check_input_dim(input)  # type: ignore[operator]
         _check_channels(self, input)
-        tracked = self.track_running_stats and not _is_recomputation()
+        tracked = self.track_running_stats
         activation, negative_slope = self._bnconvert_activation(input)
-        output = synchronized_batch_norm(
+        output: Tensor = synchronized_batch_norm(
             input,
             self.weight,
             self.bias,
@@ -89,6 +88,21 @@ class SyncMixin(nn.Module):
             negative_slope=negative_slope,
         )
         return output if activation != "none" else self._bnconvert_finish(output)
+
+    def _forward_alone(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Return what the layer from before does, which counts a repeated forward once."""
+        output: Tensor
+        if not self.training or not is_recomputation():
+            output = super().forward(input)
+            return output
+        statistics = self._buffers.copy()  # the same code runs: both forwards must save as much
+        try:
+            for name, buffer in statistics.items():
+                self._buffers[name] = None if buffer is None else buffer.clone()
+            output = super().forward(input)
+        finally:
+            self._buffers.update(statistics)
+        return output
 
     def _bnconvert_activation(self, input: Tensor) -> tuple[str, float]:  # noqa: A002
         """Return the activation that normalization applies itself, not the layer, and its slope."""
@@ -109,13 +123,6 @@ def _check_channels(layer: SyncMixin, input: Tensor) -> None:  # noqa: A002
                 f"expected {tensor.shape[0]} channels in dimension 1, got input of shape "
                 f"{tuple(input.shape)}"
             )
-
-
-def _is_recomputation() -> bool:
-    """Whether this forward runs inside a backward, as activation checkpointing repeats it."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
 
 
 class SyncBatchNorm1d(SyncMixin, nn.BatchNorm1d):
