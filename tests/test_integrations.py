@@ -156,6 +156,50 @@ def test_the_plugins_leave_alone_what_was_frozen_or_synchronised_before() -> Non
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of lightning
+def test_frozen_statistics_outlive_stochastic_weight_averaging() -> None:
+    """It resets the statistics of all layers and takes those of the averaged weights."""
+    lightning = pytest.importorskip("lightning", reason="needs the extra `lightning`")
+    from bnconvert.integrations.lightning import BatchNormFreeze
+
+    class Task(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+            randomize_batchnorm(self.model)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    task, batches = Task(), torch.randn(3, 8, 3)
+    frozen: Any = task.model[0]
+    other: Any = task.model[2]
+    before = {name: value.clone() for name, value in frozen.state_dict().items()}
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    trainer = lightning.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        callbacks=[BatchNormFreeze(include="model.0"), averaging],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(task, torch.utils.data.DataLoader(list(batches.flatten(0, 1)), batch_size=8))  # type: ignore[arg-type]
+    assert kind_of(frozen) is Kind.PLAIN
+    for name, value in frozen.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert int(other.num_batches_tracked) == len(batches)
+    with torch.no_grad():
+        inputs = [task.model[1](frozen.eval()(batch)) for batch in batches]
+    mean = torch.stack([batch.mean(0) for batch in inputs]).mean(0)
+    torch.testing.assert_close(other.running_mean, mean)
+
+
 @pytest.mark.parametrize("change", [bc.convert_sync_batchnorm, bc.freeze_batchnorm])
 @pytest.mark.parametrize("training", [True, False])
 def test_fx_sees_each_layer_as_one_call(change: Any, training: bool) -> None:

@@ -7,7 +7,7 @@ the class of the layers and changes it back.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import LayerSync
@@ -20,7 +20,7 @@ from bnconvert.walk import find_norms
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from torch import nn
+    from torch import Tensor, nn
 
     from bnconvert.layers.frozen import FrozenState
     from bnconvert.selection import Patterns
@@ -76,6 +76,8 @@ class BatchNormFreeze(Callback):  # type: ignore[misc]
 
     Layers are frozen before the optimizer is made and before `BatchNormSync` runs, which leaves
     them; they come back when the Trainer is done, or fails. What was frozen before stays frozen.
+    Frozen statistics stay where another callback resets those of all layers to take them again, as
+    StochasticWeightAveraging does.
 
     Args:
         stats: Freeze the running statistics.
@@ -97,6 +99,7 @@ class BatchNormFreeze(Callback):  # type: ignore[misc]
         self.include = include
         self.exclude = exclude
         self._before: list[tuple[nn.Module, FrozenState | None]] = []
+        self._statistics: dict[nn.Module, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Freeze the layers."""
@@ -111,6 +114,25 @@ class BatchNormFreeze(Callback):  # type: ignore[misc]
             exclude=self.exclude,
         )
         self._before += [(m, s) for m, s in before.items() if frozen_state(m) is not s]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the frozen statistics."""
+        for norm in find_norms(pl_module):
+            state = frozen_state(norm.module)
+            if state is not None and state.stats:
+                buffers = norm.module.named_buffers(recurse=False)
+                self._statistics[norm.module] = {n: (b, b.clone()) for n, b in buffers}
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Put back frozen statistics that were reset when the epoch started."""
+        if batch_idx:
+            return
+        for module, statistics in self._statistics.items():
+            for name, (buffer, value) in statistics.items():
+                module._buffers[name] = buffer
+                buffer.copy_(value)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take back what `setup` did."""
@@ -130,3 +152,4 @@ class BatchNormFreeze(Callback):  # type: ignore[misc]
             if state is not None:  # what was frozen before the run stays so
                 freeze_batchnorm(module, stats=state.stats, affine=state.requires_grad is not None)
         self._before.clear()
+        self._statistics.clear()
