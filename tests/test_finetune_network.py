@@ -14,6 +14,7 @@ from bnconvert.finetune.console import Console
 from bnconvert.finetune.network import build_model, check_forward, prepare_norms
 from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
+from bnconvert.report import Outcome
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +29,50 @@ def test_plain_training_of_a_folder_that_was_saved_synchronised(
     asked = settings(images, tmp_path / "run", model=str(tmp_path / "sync"), norm="plain")
     loaded = build_model(asked)
     assert bc.is_synchronized(loaded)
-    prepare_norms(loaded, asked)
+    report = prepare_norms(loaded, asked)
     assert not bc.is_synchronized(loaded)
+    assert report.count(Outcome.REVERTED) == len(report.layers) > 0
+
+
+def test_plain_training_says_so_of_each_layer(images: Path, tmp_path: Path) -> None:
+    asked = settings(images, tmp_path / "run", norm="plain", freeze=("bn1",))
+    report = prepare_norms(build_model(asked), asked)
+    assert report.count(Outcome.FROZEN) == 1
+    assert {layer.reason for layer in report.left} == {"--norm plain leaves it as it is"}
+
+
+class Odd(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input) + 1.0
+
+
+def test_unknown_layers_are_refused_with_advice_that_fits(images: Path, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), Odd(3))
+    with pytest.raises(bc.BnconvertError, match=r"\(1: .*\); train with --norm plain or --norm f"):
+        prepare_norms(model, settings(images, tmp_path / "run", norm="sync"))
+    assert not bc.is_synchronized(model)
+    prepare_norms(model, settings(images, tmp_path / "run", norm="plain"))
+
+
+class FailsInTraining(nn.Module):
+    num_classes = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.AvgPool2d(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layers(x).flatten(1)
+        return scores @ torch.ones(4, 3) if self.training else scores
+
+
+def test_a_forward_that_fails_in_training_mode_is_one_line(images: Path, tmp_path: Path) -> None:
+    asked = settings(images, tmp_path / "run", model=f"{__name__}:FailsInTraining")
+    refusal = (
+        r"training mode on a batch of shape \(8, 3, 32, 32\) at .*test_finetune_network.py:\d+"
+    )
+    with pytest.raises(bc.BnconvertError, match=refusal):
+        run_here(asked)
 
 
 class TwoOutputs(nn.Module):
@@ -108,4 +151,14 @@ def test_a_run_says_that_weights_are_random(
     checkpoint = str(tmp_path / "given.pt") if given else None
     asked = settings(images, tmp_path / "run", epochs=1, checkpoint=checkpoint)
     run(asked, Processes.present(torch.device("cpu"), 1), Console(shown=True, epochs=1))
-    assert ("starts from random weights" in capsys.readouterr().err) is not given
+    shown = capsys.readouterr().err
+    assert ("starts from random weights" in shown) is not given
+
+
+def test_a_run_says_that_it_recalibrates_on_fewer_batches(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = settings(images, tmp_path / "run", epochs=1, recalibrate=1000)
+    run(asked, Processes.present(torch.device("cpu"), 1), Console(shown=True, epochs=1))
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "--recalibrate: is 1000 but each process has images for" in shown

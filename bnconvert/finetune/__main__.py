@@ -32,7 +32,9 @@ def main(**options: Any) -> None:
     except BnconvertError as error:
         _fail(str(error))
     except Exception as error:
-        if _lost_connection(error):
+        from bnconvert.finetune.processes import lost_connection
+
+        if lost_connection(error):
             time.sleep(GRACE_SECONDS)
         rank = os.environ.get("RANK", "0")
         if isinstance(error, OSError):
@@ -52,17 +54,6 @@ def _run(settings: Settings) -> None:
             summary = run(settings, processes, console)
         if processes.is_first and LAUNCHED not in os.environ:
             click.echo(json.dumps(summary["final"]))
-
-
-def _lost_connection(error: Exception) -> bool:
-    """Whether another process is gone: what gloo and NCCL raise then differs by version."""
-    import torch.distributed as dist
-
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and any(word in text for word in ("connection", "socket", "peer", "gloo", "nccl"))
-    )
 
 
 def _fail(message: str) -> NoReturn:

@@ -89,9 +89,15 @@ def _recalibrate(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
         processes, settings.batch_size, settings.recalibrate, settings.seed
     )
     report = recalibrate_batchnorm(model, loader, device=processes.device)
+    batches = len(loader)
+    if batches < settings.recalibrate:
+        trainer.console.note(
+            f"--recalibrate: is {settings.recalibrate} but each process has images for {batches} "
+            "batches; all of them are used"
+        )
     furthest = max(report.shifts, key=lambda shift: shift.mean, default=None)
     trainer.console.note(
-        f"recalibrated {len(report.shifts)} layers"
+        f"recalibrated {len(report.shifts)} layers on {batches} batches per process"
         + (f"; furthest {furthest.name}: {furthest}" if furthest else "")
     )
     shifts: list[dict[str, Any]] = report.to_dict()["shifts"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bnconvert.convert import plan_convert_sync_batchnorm, revert_sync_batchnorm
-from bnconvert.errors import BnconvertError, CheckpointError, first_line
+from bnconvert.convert import plan_convert_sync_batchnorm, plan_revert_sync_batchnorm
+from bnconvert.errors import BnconvertError, CheckpointError, UnknownLayerError, first_line
 from bnconvert.finetune.data import seed_everything
 from bnconvert.freeze import plan_freeze_batchnorm
 from bnconvert.layers import Kind, kind_of
@@ -31,6 +32,9 @@ _SEND_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")  # the second until torch 2.13
     if name in inspect.signature(DistributedDataParallel.__init__).parameters
 )
+
+
+_PLAIN = "--norm plain leaves it as it is"
 
 
 @dataclass(frozen=True)
@@ -161,23 +165,36 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
                 f"--freeze: {pattern!r} matches no BatchNorm layer that can be frozen; see "
                 "bnconvert inspect for their names"
             )
+    reverted: tuple[LayerReport, ...] = ()
     if settings.norm != "sync":  # a folder may have been saved with synchronised layers
-        revert_sync_batchnorm(model, include=lambda _, module: kind_of(module) is Kind.SYNC)
+        back = plan_revert_sync_batchnorm(model, include=lambda _, m: kind_of(m) is Kind.SYNC)
+        back.apply()
+        reverted = tuple(e for e in back.report.layers if e.outcome is Outcome.REVERTED)
     include = None if settings.norm == "frozen" else settings.freeze
     plan = plan_freeze_batchnorm(model, include=include)
     plan.apply()
-    if settings.norm != "sync":
-        return plan.report
+    if settings.norm == "frozen":
+        return Report("prepare", plan.report.layers)
     frozen = tuple(layer for layer in plan.report.layers if layer.outcome is not Outcome.LEFT)
-    converted = plan_convert_sync_batchnorm(model)
+    if settings.norm == "plain":
+        plain = [LayerReport(e.name, e.type, Outcome.LEFT, reason=_PLAIN) for e in plan.report.left]
+        return Report("prepare", _joined(frozen, reverted, tuple(plain)))
+    try:
+        converted = plan_convert_sync_batchnorm(model)
+    except UnknownLayerError as error:
+        raise UnknownLayerError(
+            f"{str(error).rpartition('; ')[0]}; train with --norm plain or --norm frozen"
+        ) from error
     converted.apply()
-    return Report("prepare", frozen + _but(frozen, converted.report))
+    return Report("prepare", _joined(frozen, converted.report.layers))
 
 
-def _but(known: tuple[LayerReport, ...], report: Report) -> tuple[LayerReport, ...]:
-    """Return the entries of layers that are not known already."""
-    names = {layer.name for layer in known}
-    return tuple(layer for layer in report.layers if layer.name not in names)
+def _joined(*parts: tuple[LayerReport, ...]) -> tuple[LayerReport, ...]:
+    """Return the entries in order, of each layer the first."""
+    entries: dict[str, LayerReport] = {}
+    for entry in itertools.chain(*parts):
+        entries.setdefault(entry.name, entry)
+    return tuple(entries.values())
 
 
 def has_own_statistics(model: nn.Module) -> bool:

@@ -110,6 +110,15 @@ def joined() -> Iterator[Processes]:
             dist.destroy_process_group()
 
 
+def lost_connection(error: Exception) -> bool:
+    """Whether another process is gone: what gloo and NCCL raise then differs by version."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and any(word in text for word in ("connection", "socket", "peer", "gloo", "nccl"))
+    )
+
+
 def _device(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bnconvert import capturing
 from bnconvert.errors import BnconvertError, first_line
 from bnconvert.finetune.batches import Micro, Plan, mix
 from bnconvert.finetune.data import Data, seed_everything
 from bnconvert.finetune.evaluation import Scores, evaluate
 from bnconvert.finetune.network import has_own_statistics, memory_format
+from bnconvert.finetune.processes import lost_connection
 from bnconvert.finetune.state import Progress, RunFolder
 
 if TYPE_CHECKING:
@@ -205,13 +207,10 @@ class Trainer:
         try:
             with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
                 loss: Tensor = self.criterion(self.wrapped(images), labels)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
+        except Exception as error:
+            if lost_connection(error):
                 raise
-            raise BnconvertError(
-                "training: a BatchNorm layer gets one value per channel; use a larger --batch-size "
-                "or --img-size, or --norm frozen"
-            ) from error
+            raise BnconvertError(_failed_forward(error, images)) from error
         return loss
 
     def _step(self) -> None:
@@ -279,6 +278,19 @@ class Trainer:
             f"epoch {epoch}/{self.settings.epochs}: training loss {train_loss:.4f}, validation "
             f"loss {scores.loss:.4f}, top-1 {scores.top1:.2%}, {rate:.0f} images/s"
         )
+
+
+def _failed_forward(error: Exception, images: Tensor) -> str:
+    if "more than 1 value per channel" in str(error):
+        return (
+            "training: a BatchNorm layer gets one value per channel; use a larger --batch-size or "
+            "--img-size, or --norm frozen"
+        )
+    return (
+        f"training: the model does not run in training mode on a batch of shape "
+        f"{tuple(images.shape)}{capturing.place(error)} ({type(error).__name__}: "
+        f"{first_line(error)}); give another model, or other sizes"
+    )
 
 
 @contextmanager
