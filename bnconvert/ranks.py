@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from bnconvert.errors import BnconvertError
 from bnconvert.layers import Kind
@@ -58,6 +59,8 @@ def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     Parameters that require a gradient on one rank only are found too: the backward pass of a
     synchronised layer runs, and waits for the others, where something before it is trained.
 
+    So are those that were unfrozen after the model was wrapped in DistributedDataParallel.
+
     Every rank of the group has to call this. Without torch.distributed there is nothing to check.
 
     Args:
@@ -89,8 +92,26 @@ _SYNC = (Kind.SYNC, Kind.FOREIGN_SYNC)
 
 def _facts(model: nn.Module) -> _Facts:
     layers = tuple(_describe(norm) for norm in find_norms(model) if norm.kind in _SYNC)
+    _refuse_unreduced(model)
     trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
     return _Facts(layers, trained if layers else ())
+
+
+def _refuse_unreduced(model: nn.Module) -> None:
+    """Raise if DistributedDataParallel was made before parameters were unfrozen."""
+    for wrapper in model.modules():
+        if not isinstance(wrapper, DistributedDataParallel):
+            continue
+        named = wrapper.module.named_parameters()
+        trained = [n for n, p in named if p.requires_grad and n not in wrapper.parameters_to_ignore]
+        facts: dict[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        reduced = facts.get("num_parameter_tensors", len(trained))
+        if len(trained) > reduced:
+            raise BnconvertError(
+                f"{len(trained) - reduced} of {len(trained)} parameters were frozen when "
+                "DistributedDataParallel was made, which averages no gradient of theirs; wrap the "
+                "model after unfreezing"
+            )
 
 
 def _describe(norm: Norm) -> _Layer:

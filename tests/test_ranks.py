@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from bnconvert import BnconvertError, convert_sync_batchnorm, freeze_batchnorm, verify_ranks
+from bnconvert import (
+    BnconvertError,
+    convert_sync_batchnorm,
+    freeze_batchnorm,
+    unfreeze_batchnorm,
+    verify_ranks,
+)
 from bnconvert.testing import run_ranks
 
 
@@ -71,6 +78,28 @@ def test_the_first_difference_is_named_on_every_rank(how: str, text: str) -> Non
     assert said[0] == said[1] == said[2]
     assert said[0].startswith(f"verify_ranks: {text}" if text else ""), said[0]
     assert bool(said[0]) == bool(text)
+
+
+def unfrozen_after_wrapping(rank: int, wrapped_again: bool) -> str:
+    model = freeze_batchnorm(build(), include="0")
+    wrapped = DistributedDataParallel(convert_sync_batchnorm(model))
+    verify_ranks(wrapped)
+    unfreeze_batchnorm(model)
+    if wrapped_again:
+        wrapped = DistributedDataParallel(model)
+    try:
+        verify_ranks(wrapped)
+    except BnconvertError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_parameters_that_were_unfrozen_after_wrapping_are_found() -> None:
+    said = run_ranks(unfrozen_after_wrapping, 2, False)
+    assert said[0] == said[1]
+    assert "rank 0: 2 of 6 parameters were frozen when DistributedDataParallel was made" in said[0]
+    assert run_ranks(unfrozen_after_wrapping, 2, True) == ["", ""]
 
 
 def subgroup(rank: int) -> str:
