@@ -63,10 +63,16 @@ def test_loading_returns_what_torch_saved(
     assert_same(checkpoint.tensors, tensors)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_pickle_protocol_is_read(tmp_path: Path, protocol: int) -> None:
-    torch.save(net().state_dict(), tmp_path / "w.pt", pickle_protocol=protocol)
-    assert_same(load_checkpoint(tmp_path / "w.pt").tensors, net().state_dict())
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
+def test_every_pickle_protocol_is_read(tmp_path: Path, protocol: int, zipped: bool) -> None:
+    path = tmp_path / "w.pt"
+    torch.save(
+        net().state_dict(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped
+    )
+    checkpoint = load_checkpoint(path)
+    assert checkpoint.format == ("torch zip" if zipped else "torch legacy")
+    assert_same(checkpoint.tensors, net().state_dict())
 
 
 def test_big_endian_files_are_turned_around(tmp_path: Path) -> None:

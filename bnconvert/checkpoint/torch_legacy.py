@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from bnconvert.checkpoint.layouts import holds_module
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from bnconvert.checkpoint.record import Weights
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_STARTS = tuple({pickle.dumps(MAGIC_NUMBER, p) for p in range(pickle.HIGHEST_PROTOCOL + 1)})
 PROTOCOL = 1001
 
 
@@ -129,4 +130,4 @@ def _read(found: Probe, options: Options) -> Weights:
     return weights
 
 
-FORMAT = Format("torch legacy", lambda found: found.head.startswith(MAGIC), _read)
+FORMAT = Format("torch legacy", lambda found: found.head.startswith(_STARTS), _read)
