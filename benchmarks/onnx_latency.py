@@ -96,7 +96,9 @@ def _interleaved(
     """Return milliseconds of processor time of each round, by maker."""
     times: dict[str, list[float]] = {maker: [] for maker in sessions}
     for number in range(rounds + 2):
-        for maker, session in sessions.items():
+        turn = number % len(sessions)  # that each runs in every place
+        for maker in (*[*sessions][turn:], *[*sessions][:turn]):
+            session = sessions[maker]
             feed = {session.get_inputs()[0].name: images}
             start = time.thread_time()
             session.run(None, feed)
