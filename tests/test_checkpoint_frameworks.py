@@ -139,6 +139,7 @@ def test_numpy_archives_are_read_and_objects_refused(tmp_path: Path, compressed:
         "f": np.asfortranarray(KERNEL),
         "h": np.float16(2),
         "stem/conv/kernel": KERNEL,
+        "arch": np.array("resnet18"),
     }
     save(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     expected = {
@@ -147,7 +148,9 @@ def test_numpy_archives_are_read_and_objects_refused(tmp_path: Path, compressed:
         "h": torch.tensor(2, dtype=torch.float16),
         "stem.conv.kernel": KERNEL,
     }
-    assert_same(load_checkpoint(tmp_path / "a.npz").tensors, expected)
+    checkpoint = load_checkpoint(tmp_path / "a.npz")
+    assert_same(checkpoint.tensors, expected)
+    assert checkpoint.notes == ("left out, because they are text: 'arch'",)
     save(tmp_path / "o.npz", a=np.array([{}], dtype=object))
     with pytest.raises(CheckpointError, match="Python objects"):
         load_checkpoint(tmp_path / "o.npz")

@@ -278,6 +278,15 @@ def test_shards_without_their_index_are_not_taken_for_a_checkpoint(tmp_path: Pat
     torch.save(RAW, tmp_path / "pytorch_model-00001-of-00002.bin")
     with pytest.raises(CheckpointError, match="no index"):
         load_checkpoint(tmp_path)
+    part = load_checkpoint(tmp_path / "pytorch_model-00001-of-00002.bin")
+    assert "by its name this is part 1 of 2" in part.notes[0]
+
+
+@pytest.mark.parametrize("tree", [{}, {0: RAW["0.weight"]}], ids=["nothing", "numbers"])
+def test_a_file_without_tensors_by_name_is_refused(tmp_path: Path, tree: dict[Any, Any]) -> None:
+    torch.save(tree, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds no tensors by name; "):
+        load_checkpoint(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
@@ -388,5 +397,6 @@ def test_averages_inside_of_wrappers_and_composer_files_are_read(tmp_path: Path)
     inside = {f"module.{name}": value for name, value in wrapped(EMA, "n_averaged").items()}
     torch.save(inside, tmp_path / "a.pth")
     assert_same(load_checkpoint(tmp_path / "a.pth").tensors, EMA)
-    torch.save({"state": {"model": RAW, "optimizers": {}}, "rng": []}, tmp_path / "c.pt")
-    assert_same(load_checkpoint(tmp_path / "c.pt").tensors, RAW)
+    for key in ("state", "app"):  # of Composer, and of torch's tutorial of distributed checkpoints
+        torch.save({key: {"model": RAW, "optim": {}}, "rng": []}, tmp_path / "c.pt")
+        assert_same(load_checkpoint(tmp_path / "c.pt").tensors, RAW)

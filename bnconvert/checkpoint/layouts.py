@@ -167,11 +167,25 @@ def choose(tree: Any, weights: str) -> Weights:
     if _is_state_dict(tree):
         return _averaged_model(_state_dict(tree), weights)
     layout = next((layout for layout in LAYOUTS if layout.matches(tree)), None)
-    if layout is None and isinstance(tree.get("state"), dict) and "model" in tree["state"]:
-        return choose(tree["state"], weights)  # Composer has everything below "state"
     if layout is None:
+        inner = _only_inner(tree)
+        if inner is not None:
+            return choose(inner, weights)
         layout = _generic(tree)
     return _pick(tree, layout, weights)
+
+
+def _only_inner(tree: Tree) -> Tree | None:
+    """Return the dictionary that holds everything, as below Composer's "state" or an "app" key."""
+    if any(map(_weights_like, tree.values())):
+        return None
+    keys = (*RAW_KEYS, *EMA_KEYS)
+    found = [
+        value
+        for value in tree.values()
+        if isinstance(value, dict) and any(_weights_like(value.get(key)) for key in keys)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _generic(tree: Tree) -> Layout:
@@ -278,18 +292,23 @@ def _value_weights(value: Any) -> Weights:
 
 def _state_dict(tree: Tree) -> Weights:
     result = Weights()
-    dropped = []
+    dropped: list[str] = []
+    nameless: list[str] = []
     for name, value in tree.items():
         try:
             tensor = as_lazy(value)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from error
-        if tensor is None or not isinstance(name, str):
+        if tensor is None:
             dropped.append(str(name))
+        elif not isinstance(name, str):
+            nameless.append(str(name))
         else:
             result.tensors[name] = tensor
     if dropped:
         result.notes.append(f"left out, because they are no tensors: {listed(dropped)}")
+    if nameless:
+        result.notes.append(f"left out, because their names are no text: {listed(nameless)}")
     state = getattr(tree, "state", None)
     versions = state.get("_metadata") if isinstance(state, dict) else None
     result.versions = plain(versions) if isinstance(versions, dict) else {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bnconvert.checkpoint import frameworks
 from bnconvert.checkpoint.archive import Inflated
-from bnconvert.checkpoint.names import LEAVES
+from bnconvert.checkpoint.names import LEAVES, listed
 from bnconvert.checkpoint.pickle_values import numpy_dtype
 from bnconvert.checkpoint.record import Weights
 from bnconvert.checkpoint.registry import Format, Options, only_raw
@@ -44,9 +44,13 @@ def read(found: Probe, options: Options) -> Weights:
     if archive is None:
         raise CheckpointError(f"{found.path}: is no archive")
     weights = Weights(layout="NumPy arrays")
+    texts: list[str] = []
     for member in archive.names():
         name = member.removesuffix(".npy")
         try:
+            if _is_text(archive.segment(member)):
+                texts.append(name)
+                continue
             tensor = array(archive, member)
         except CheckpointError as error:
             raise CheckpointError(f"{found.path}: {name}: {error}") from error
@@ -54,7 +58,14 @@ def read(found: Probe, options: Options) -> Weights:
         if path and leaf not in LEAVES:
             leaf, tensor = frameworks.leaf_of(leaf, tensor)
         frameworks.add(weights.tensors, ".".join(path), leaf, tensor)
+    if texts:
+        weights.notes.append(f"left out, because they are text: {listed(texts)}")
     return only_raw(weights, options)
+
+
+def _is_text(segment: Segment) -> bool:
+    code = _header(segment)[2]
+    return code.lstrip("<>=|")[:1] in {"U", "S"}
 
 
 def array(archive: Archive, member: str) -> LazyTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,8 @@ def load_checkpoint(
     path = Path(path)
     try:
         found = read_path(path, weights, tuple(allow_globals))
+        _refuse_empty(found)
+        _note_part(found, path)
         _rename(found, prefix)
     except CheckpointError as error:
         if str(path) in str(error):
@@ -63,6 +66,23 @@ def load_checkpoint(
         architecture=found.architecture,
         files=tuple(found.files),
     )
+
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.")
+
+
+def _refuse_empty(found: Weights) -> None:
+    if not found.tensors:
+        raise CheckpointError("; ".join(["holds no tensors by name", *found.notes]))
+
+
+def _note_part(found: Weights, path: Path) -> None:
+    part = _PART.search(path.name)
+    if part is not None and int(part[2]) > 1:
+        found.notes.append(
+            f"by its name this is part {int(part[1])} of {int(part[2])}; name the index or the "
+            "folder to read all"
+        )
 
 
 def _rename(found: Weights, prefix: str) -> None:
