@@ -171,7 +171,7 @@ def test_headers_of_arrays_are_read_as_python_2_wrote_them_and_damaged_ones_refu
         good.replace(b"'descr'", rb"'\descr'"),
         good.replace(b"2L", b"True"),
         good.replace(b"2L", b"-2"),
-        good.replace(b"<f4", b"<U4"),
+        good.replace(b"<f4", b"<M8"),
         good.replace(b"'<f4'", b"[('a', '<f4')]"),
         b"(" * 9000,
         b"[1]",
