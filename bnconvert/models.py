@@ -12,6 +12,8 @@ import contextlib
 import difflib
 import importlib
 import json
+import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from bnconvert.errors import BnconvertError, first_line
 from bnconvert.fold.topology import describe_topology, rebuild_topology
 from bnconvert.forwarding import unwrap
 from bnconvert.norm_state import describe_norms, restore_norms
+from bnconvert.rebuilding import first_difference
 
 if TYPE_CHECKING:
     import os
@@ -218,7 +221,8 @@ def save_model(
 
     `timm.create_model("local-dir:FOLDER", pretrained=True)` loads the folder of a timm model;
     `load_model` also brings back the state of the norm layers. A model of other origin is loaded
-    with its `package.module:callable` and the folder as the checkpoint.
+    with its `package.module:callable` and the folder as the checkpoint. So is a timm model that has
+    become another since timm built it, which a warning says.
 
     Args:
         model: The model; wrappers of DistributedDataParallel and `torch.compile` are taken off.
@@ -236,7 +240,9 @@ def save_model(
         raise BnconvertError(f"model: is a {type(model).__name__}; pass a torch.nn.Module")
     model = unwrap(model)
     tensors = _independent(model)
-    config = json.dumps(_describe(model), indent=2) + "\n"
+    described = _describe(model)
+    _note_differences(model, described)
+    config = json.dumps(described, indent=2) + "\n"
     if overwrite and target.is_dir():
         with atomic_file(target / WEIGHTS, overwrite=True) as path:
             save_file(tensors, path, metadata={"format": "pt"})
@@ -246,6 +252,28 @@ def save_model(
     with atomic_folder(target) as path:
         save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
         (path / CONFIG).write_text(config, encoding="utf-8")
+
+
+def _note_differences(model: nn.Module, config: dict[str, Any]) -> None:
+    """Warn where timm builds another model from a configuration, and do not let it then."""
+    if not config.get("architecture"):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+        def build() -> nn.Module:
+            built = _from_folder(Path(folder))
+            rebuild_topology(built, config["bnconvert"]["topology"])
+            return built
+
+        difference = first_difference(model, build)
+    if difference:
+        timm_name = config.pop("architecture")
+        warnings.warn(
+            f"save_model: {difference}, unlike what timm builds as {timm_name}; load the folder "
+            "with package.module:callable and --checkpoint, as it does not make the model itself",
+            stacklevel=3,
+        )
 
 
 def check_output(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -318,8 +346,6 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 def _timm_config(model: nn.Module) -> dict[str, Any]:
     if not isinstance(getattr(model, "pretrained_cfg", None), dict):
         return {}
-    import tempfile
-
     from timm.models._hub import save_config_for_hf
 
     with tempfile.TemporaryDirectory() as folder, _explained("model", "timm cannot describe it"):

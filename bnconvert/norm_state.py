@@ -1,6 +1,8 @@
 """What a state dict does not say about norm layers, as plain data for `config.json`.
 
-For each BatchNorm layer: whether it is plain, synchronised or frozen, its eps and its momentum.
+For each BatchNorm layer: whether it is plain, synchronised or frozen, its eps, its momentum, and
+whether it uses the running statistics that it holds. What another library has frozen comes back
+frozen by bnconvert, which does the same.
 """
 
 from __future__ import annotations
@@ -19,19 +21,32 @@ if TYPE_CHECKING:
     from torch import nn
 
 _OURS = (Kind.PLAIN, Kind.SYNC, Kind.FROZEN)
+_DEFAULT_MOMENTUM = 0.1
 
 
 def describe_norms(model: nn.Module) -> list[dict[str, Any]]:
     """Return one entry per BatchNorm layer that bnconvert can put into this state again."""
     entries = []
     for norm in find_norms(model):
-        if norm.kind in _OURS:
+        if norm.kind is Kind.FOREIGN_FROZEN and hasattr(norm.module, "eps"):
+            entries.append(
+                {
+                    "name": norm.name,
+                    "eps": norm.module.eps,
+                    "momentum": _DEFAULT_MOMENTUM,
+                    "synchronized": False,
+                    "frozen_stats": True,
+                    "frozen_affine": True,
+                }
+            )
+        elif norm.kind in _OURS:
             state = frozen_state(norm.module)
             entries.append(
                 {
                     "name": norm.name,
                     "eps": norm.module.eps,
                     "momentum": norm.module.momentum,
+                    "track_running_stats": norm.module.track_running_stats,
                     "synchronized": GROUP_KEY in norm.module.__dict__,
                     "frozen_stats": state is not None and state.stats,
                     "frozen_affine": state is not None and state.requires_grad is not None,
@@ -51,6 +66,7 @@ def restore_norms(model: nn.Module, entries: list[dict[str, Any]]) -> None:
         BnconvertError: A recorded layer is not in the model.
     """
     layers = {name: norm.module for norm in find_norms(model) for name in norm.names}
+    own = {name for norm in find_norms(model) if norm.kind in _OURS for name in norm.names}
     for entry in entries:
         if entry["name"] not in layers:
             raise BnconvertError(
@@ -59,9 +75,11 @@ def restore_norms(model: nn.Module, entries: list[dict[str, Any]]) -> None:
             )
         layer: Any = layers[entry["name"]]
         layer.eps, layer.momentum = entry["eps"], entry["momentum"]
+        if "track_running_stats" in entry:
+            layer.track_running_stats = entry["track_running_stats"]
 
     def having(key: str) -> list[str]:
-        return [entry["name"] for entry in entries if entry[key]]
+        return [entry["name"] for entry in entries if entry[key] and entry["name"] in own]
 
     if having("synchronized"):
         convert_sync_batchnorm(model, include=_among(having("synchronized")), on_unknown="skip")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from bnconvert import (
     BnconvertError,
@@ -18,6 +20,7 @@ from bnconvert import (
     fold_batchnorm,
     freeze_batchnorm,
     inspect_batchnorm,
+    load_checkpoint,
     load_model,
     save_model,
 )
@@ -25,6 +28,7 @@ from bnconvert.layers.frozen import frozen_state
 from bnconvert.testing import randomize_batchnorm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -145,6 +149,61 @@ def test_a_model_of_other_origin_loads_with_its_callable(tmp_path: Path) -> None
     assert torch.equal(loaded.eval()(x), model.eval()(x))
     with pytest.raises(BnconvertError, match=r"names no timm architecture; give package\.module"):
         load_model(tmp_path / "small")
+
+
+def replaced(model: Any, path: str, layer: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layer)
+
+
+def _prune(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "fc.weight has shape [7, 96] and not [1000, 96]": lambda m: replaced(m, "fc", nn.Linear(96, 7)),
+    "it holds fc.0.weight": lambda m: replaced(m, "fc", nn.Sequential(nn.Linear(96, 7))),
+    "it does not hold bn1.running_mean": lambda m: replaced(m, "bn1", nn.GroupNorm(2, 32)),
+    "act1 is Hardswish and not ReLU": lambda m: replaced(m, "act1", nn.Hardswish()),
+    "it holds conv1.0.weight_orig": lambda m: _prune(m.conv1[0]),
+}
+
+
+@pytest.mark.parametrize("difference", CHANGES)
+def test_what_timm_would_build_differently_is_said_and_not_loaded_as_it(
+    tmp_path: Path, difference: str
+) -> None:
+    model = timm.create_model("test_resnet")
+    CHANGES[difference](model)
+    with pytest.warns(UserWarning, match=f"save_model: {re.escape(difference)}, unlike what timm"):
+        save_model(model, tmp_path / "model")
+    with pytest.raises(BnconvertError, match="names no timm architecture"):
+        load_model(tmp_path / "model")
+    kept = load_checkpoint(tmp_path / "model").tensors
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_what_timm_has_frozen_comes_back_frozen(tmp_path: Path, name: str) -> None:
+    model = timm.create_model(name)
+    randomize_batchnorm(model)
+    model = timm.layers.freeze_batch_norm_2d(model)
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model").train()
+    assert all(frozen_state(m) for m in loaded.modules() if isinstance(m, nn.BatchNorm2d))
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.train()(x), model.eval()(x), rtol=1e-5, atol=1e-5)
+
+
+def test_unused_statistics_stay_unused(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet").eval()
+    randomize_batchnorm(model)
+    model.bn1.track_running_stats = False
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    norms = [(n, m) for n, m in loaded.named_modules() if isinstance(m, nn.BatchNorm2d)]
+    assert [name for name, norm in norms if not norm.track_running_stats] == ["bn1"]
 
 
 def test_a_folded_model_comes_back_folded_and_fails_loudly_elsewhere(tmp_path: Path) -> None:
