@@ -197,6 +197,13 @@ def test_arguments_of_another_kind_are_refused_by_name() -> None:
             bc.recalibrate_batchnorm(nn.BatchNorm1d(4), **arguments)
 
 
+def test_statistics_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.BatchNorm1d(3))
+    with pytest.raises(BnconvertError, match=r"0\.weight: was made in torch\.inference_mode"):
+        recalibrate_batchnorm(model, [torch.randn(4, 3)])
+
+
 def test_a_model_that_does_not_run_on_a_batch_is_named_with_what_it_said() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4))
     with pytest.raises(bc.BnconvertError, match=r"on a batch of shape \(8, 4\) .*not implemented"):

@@ -143,6 +143,11 @@ def _check(network: nn.Module, num_batches: int | None, estimator: str) -> None:
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if tensor.is_meta:
             raise BnconvertError(f"{name}: is on the meta device; load weights first")
+        if tensor.is_inference():
+            raise BnconvertError(
+                f"{name}: was made in torch.inference_mode, where statistics cannot be changed "
+                "later; build the model outside it"
+            )
 
 
 def _device(device: torch.device | str | None, model: nn.Module) -> torch.device:
