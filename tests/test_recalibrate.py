@@ -200,8 +200,8 @@ def test_arguments_of_another_kind_are_refused_by_name() -> None:
 def test_statistics_made_in_inference_mode_are_refused() -> None:
     with torch.inference_mode():
         model = nn.Sequential(nn.BatchNorm1d(3))
-    with pytest.raises(BnconvertError, match=r"0\.weight: was made in torch\.inference_mode"):
-        recalibrate_batchnorm(model, [torch.randn(4, 3)])
+    with pytest.raises(bc.BnconvertError, match=r"0\.weight: was made in torch\.inference_mode"):
+        bc.recalibrate_batchnorm(model, [torch.randn(4, 3)])
 
 
 def test_a_model_that_does_not_run_on_a_batch_is_named_with_what_it_said() -> None:
