@@ -32,7 +32,8 @@ class InspectedLayer:
         kind: What sort of BatchNorm it is, in words.
         channels: Number of channels; None where unknown.
         eps: Added to the variance; None where unknown.
-        momentum: Weight of a batch in the running statistics; None is cumulative, or unknown.
+        momentum: Weight of a batch in the running statistics; None is cumulative, unknown, or that
+            of a frozen layer that has none.
         stats: "live", "frozen" or "none".
         affine: "trained", "frozen" or "none".
         dtype: dtype of the running statistics, or of the weight.
@@ -106,17 +107,24 @@ def _grouped(findings: tuple[Finding, ...]) -> list[str]:
     ]
 
 
+def _momentum(layer: InspectedLayer) -> str:
+    if layer.momentum is not None:
+        return f"{layer.momentum:g}"
+    if layer.kind == Kind.FOREIGN_FROZEN.value:
+        return "-"
+    return "?" if layer.kind in (Kind.LAZY.value, Kind.UNKNOWN.value) else "cumulative"
+
+
 def _row(layer: InspectedLayer) -> tuple[str, ...]:
     name = layer.name or "(the model)"
     if len(layer.names) > 1:
         name += f" (also {', '.join(layer.names[1:])})"
-    known = layer.kind not in (Kind.LAZY.value, Kind.UNKNOWN.value)
     return (
         name,
         layer.type,
         "?" if layer.channels is None else str(layer.channels),
         "?" if layer.eps is None else f"{layer.eps:g}",
-        f"{layer.momentum:g}" if layer.momentum is not None else "cumulative" if known else "?",
+        _momentum(layer),
         layer.stats,
         layer.affine,
         layer.dtype,

@@ -367,3 +367,16 @@ def train_frozen(rank: int) -> bool:
         optimizer.step()
     assert_same_state(model[1], frozen)
     return not torch.equal(model.state_dict()["4.running_mean"], live["running_mean"])
+
+
+def test_reset_parameters_fills_memory_that_holds_anything() -> None:
+    layer = bc.freeze_batchnorm(nn.BatchNorm2d(3, device="meta")).to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (layer.running_mean, layer.running_var, layer.weight, layer.bias):
+            tensor.fill_(7.0)  # type: ignore[union-attr]
+    layer.reset_parameters()
+    fresh = nn.BatchNorm2d(3).state_dict()
+    assert all(torch.equal(value, fresh[name]) for name, value in layer.state_dict().items())
+    layer.running_mean.fill_(7.0)  # type: ignore[union-attr]
+    layer.reset_running_stats()
+    assert torch.equal(layer.running_mean, torch.full((3,), 7.0))  # type: ignore[arg-type]

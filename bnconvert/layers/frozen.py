@@ -114,6 +114,11 @@ class FrozenMixin(nn.Module):
         if state is None or not state.stats:
             super().reset_running_stats()  # type: ignore[misc]
 
+    def reset_parameters(self) -> None:
+        """Start anew, frozen statistics too: memory from `to_empty` holds anything."""
+        super().reset_running_stats()  # type: ignore[misc]
+        super().reset_parameters()  # type: ignore[misc]
+
     def _bnconvert_finish(self, output: Tensor) -> Tensor:
         """Apply what the layer does after normalization; nothing in the stock layers."""
         return output

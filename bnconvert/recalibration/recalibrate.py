@@ -70,8 +70,9 @@ def recalibrate_batchnorm(
     Means and variances are accumulated in float64 over all batches and all ranks, weighted by
     their number of values, and written in place; every rank ends with the same statistics, for
     plain BatchNorm layers too. Frozen layers, layers without running statistics and
-    `num_batches_tracked` are left as they are. When anything fails, the model is as before on
-    every rank.
+    `num_batches_tracked` are left as they are; so where momentum is None and nothing was counted,
+    the next training batch takes the place of the new statistics. When anything fails, the model
+    is as before on every rank.
 
     Args:
         model: The model; DistributedDataParallel and compiled models are seen through.
