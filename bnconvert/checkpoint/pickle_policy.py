@@ -27,11 +27,12 @@ def check(
     Raises:
         CheckpointError: Lists all the names.
     """
-    asked = ", ".join(machine.unlisted) or "none"
+    asked = ", ".join(machine.unlisted)
     if machine.called:
+        listed = f" (names outside the fixed list that it asks for: {asked})" if asked else ""
         raise CheckpointError(
-            f"{where}: refused: its pickle calls {', '.join(machine.called)} (names outside the "
-            f"fixed list that it asks for: {asked}); nothing was run, save the state dict alone"
+            f"{where}: refused: its pickle calls {', '.join(machine.called)}{listed}; nothing was "
+            "run, save the state dict alone"
         )
     missing = [name for name in machine.unlisted if name not in machine.allow]
     if missing and not any(map(holds_module, walk_values(value))):
