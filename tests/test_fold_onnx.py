@@ -211,6 +211,39 @@ def build_cast_to_the_same(g: Graph) -> str:
     return g.norm(g.call("Cast", conv(g, "x"), to=1))
 
 
+def split(g: Graph, value: str, *sizes: int) -> list[str]:
+    """Return the parts along axis 1."""
+    first = g.call("Split", value, g.ints(*sizes), axis=1)
+    rest = [f"{first}_{number}" for number in range(1, len(sizes))]
+    g.nodes[-1].output.extend(rest)
+    return [first, *rest]
+
+
+def build_split(g: Graph) -> str:
+    one, two, three = split(g, conv(g, "x"), 1, 2, 3)
+    return g.call("Concat", g.norm(two, 2), g.call("Relu", one), g.norm(three, 3), axis=1)
+
+
+def build_slice(g: Graph) -> str:
+    edges = g.ints(5, 1), g.ints(-99, -1), g.ints(1, -1), g.ints(-2, 2)
+    return g.norm(g.call("Slice", conv(g, "x"), *edges), 3)
+
+
+def build_gather(g: Graph) -> str:
+    return g.norm(g.call("Gather", conv(g, "x"), g.ints(4, 0, -1), axis=1), 3)
+
+
+def build_forward_parts(g: Graph) -> str:
+    y = g.norm(g.call("Relu", "x"))
+    one, two = split(g, y, 2, 4)
+    last = g.call("Gather", y, g.ints(5, 5, 0), axis=1)
+    parts = [
+        conv(g, one, 4, 2),
+        conv(g, g.call("Slice", two, g.ints(1), g.ints(9), g.ints(1)), 4, 3),
+    ]
+    return g.call("Add", g.call("Add", *parts), conv(g, last, 4, 3))
+
+
 CROP = {"kernel_shape": [3, 3]}
 
 FOLDING = {

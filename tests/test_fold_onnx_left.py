@@ -68,6 +68,16 @@ def left_pad_of_channels(g: Graph) -> list[str]:
     return [g.norm(padded, C + 2)]
 
 
+def left_split_rows(g: Graph) -> list[str]:
+    y = g.call("Split", conv(g, "x"), g.ints(3, 3), axis=2)
+    g.nodes[-1].output.append("other")
+    return [g.norm(y), "other"]
+
+
+def left_gather_twice(g: Graph) -> list[str]:
+    return [g.norm(g.call("Gather", conv(g, "x"), g.ints(0, 0, 1), axis=1), 3)]
+
+
 def left_crop(g: Graph) -> list[str]:
     roi = g.floats(0, 0, -0.5, -0.5, 1, 1, 1.5, 1.5)
     how = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear"}
@@ -141,6 +151,8 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_cast, "Cast n2 changes the type"),
         (left_zero_pad, "Pad n1 pads with a constant, which the map would change"),
         (left_pad_of_channels, "Pad n1 changes the number of channels"),
+        (left_split_rows, "Split n1 splits along another axis than that of its channels"),
+        (left_gather_twice, "Gather n1 uses one channel as several"),
         (left_crop, "Resize n1 fills in a constant outside its input"),
         (left_row_bias, "the bias of Gemm n2 differs from row to row"),
         (left_graph_input, "its input is an input of the graph"),

@@ -113,7 +113,8 @@ def run_in_float64(
     except Exception:  # the reference raises whatever its operators raise
         return None
     names = [value.name or "" for value in model.graph.outputs]
-    return {n: torch.from_numpy(np.asarray(v)) for n, v in zip(names, outputs, strict=True)}
+    arrays = [np.array(output, order="C") for output in outputs]  # a reversed one is a view
+    return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
 
 
 def _evaluator(model: ir.Model) -> ReferenceEvaluator:

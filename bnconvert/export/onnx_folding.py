@@ -14,6 +14,7 @@ import torch
 from onnx_ir.passes import common
 
 from bnconvert.export.onnx_constants import compute_weights, why_not_constant
+from bnconvert.export.onnx_parts import PARTS, part_of, whole_of
 from bnconvert.export.onnx_paths import (
     MOVERS,
     BlockedError,
@@ -165,6 +166,9 @@ def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
             check_passage(producer, affine)
             track = follow(producer, track, shapes, backward=True)
             pending.append((producer, producer.inputs[0], affine, track))
+        elif producer.op_type in PARTS:
+            whole = whole_of(producer, producer.outputs.index(value), track, shapes)
+            pending.append((producer, producer.inputs[0], affine, whole))
         elif producer.op_type == "Concat":
             for index, source in reversed(list(enumerate(producer.inputs))):
                 part = before_concat(producer, index, track, shapes)
@@ -248,6 +252,27 @@ def _skip(node: ir.Node, index: int) -> None:
         graph.remove(node, safe=True)
 
 
+def _passed_on(
+    reader: ir.Node, place: int, affine: Affine, track: Track, shapes: Shapes
+) -> list[tuple[ir.Value, Track]] | None:
+    """Return the outputs on which a reader passes the channels of one input; None if it is other.
+
+    Raises:
+        BlockedError: It is one that does, and the map or the channels cannot pass it.
+    """
+    if reader.op_type in MOVERS and place == 0:
+        check_passage(reader, affine)
+        return [(reader.outputs[0], follow(reader, track, shapes, backward=False))]
+    if reader.op_type in PARTS and place == 0:
+        read = [o for o in reader.outputs if o.uses() or o.is_graph_output()]
+        numbers = [reader.outputs.index(output) for output in read]
+        parts = [part_of(reader, number, track, shapes) for number in numbers]
+        return list(zip(read, parts, strict=True))
+    if reader.op_type == "Concat":
+        return [(reader.outputs[0], through_concat(reader, place, track, shapes))]
+    return None
+
+
 def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     result = node.outputs[0]
     channels = torch.arange(len(affine.scale)).numpy()
@@ -262,13 +287,9 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
             raise BlockedError("nothing reads its result")
         for use in value.uses():
             reader = use.node
-            if reader.op_type in MOVERS and use.idx == 0:
-                check_passage(reader, affine)
-                moved = follow(reader, track, shapes, backward=False)
-                pending.append((reader.outputs[0], affine, moved))
-            elif reader.op_type == "Concat":
-                joined = through_concat(reader, use.idx, track, shapes)
-                pending.append((reader.outputs[0], affine, joined))
+            passed = _passed_on(reader, use.idx, affine, track, shapes)
+            if passed is not None:
+                pending += [(output, affine, moved) for output, moved in passed]
             elif reader.op_type in SITES and not reader.domain and use.idx == _data(reader):
                 if reader in into:
                     raise BlockedError(f"its reader {label(reader)} is reached on two ways")
