@@ -59,7 +59,7 @@ def verify_ranks(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     Parameters that require a gradient on one rank only are found too: the backward pass of a
     synchronised layer runs, and waits for the others, where something before it is trained.
 
-    So are those that were unfrozen after the model was wrapped in DistributedDataParallel.
+    So is a model that DistributedDataParallel wrapped when fewer of its parameters required one.
 
     Every rank of the group has to call this. Without torch.distributed there is nothing to check.
 

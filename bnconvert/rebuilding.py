@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from bnconvert.errors import BnconvertError
+from bnconvert.layers.kinds import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +21,9 @@ _COUNTER = "num_batches_tracked"
 def first_difference(model: nn.Module, build: Callable[[], nn.Module]) -> str:
     """Return how a model differs from one that is built anew, as a sentence, or "".
 
-    Compared are the names and shapes in the state dicts, and the classes of activations.
+    Compared are the names and shapes in the state dicts, and the classes and settings of layers.
+    Norm layers, which are described apart, and dropout, which does nothing in eval mode, may
+    differ.
 
     Args:
         model: The model.
@@ -29,7 +33,7 @@ def first_difference(model: nn.Module, build: Callable[[], nn.Module]) -> str:
         built = _built(build)
     except BnconvertError as error:
         return f"the model cannot be built ({error})"
-    return _other_tensor(model, built) or _other_activation(model, built)
+    return _other_tensor(model, built) or _other_layer(model, built)
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:
@@ -56,18 +60,27 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors if not name.endswith(_COUNTER)}
 
 
-def _other_activation(model: nn.Module, built: nn.Module) -> str:
-    other = dict(built.named_modules())
-    for name, module in model.named_modules():
-        counterpart = other.get(name)
-        if counterpart is None or not (_is_activation(module) and _is_activation(counterpart)):
+def _other_layer(model: nn.Module, built: nn.Module) -> str:
+    own, other = dict(model.named_modules()), dict(built.named_modules())
+    for name in {**own, **other}:
+        mine, theirs = own.get(name), other.get(name)
+        if mine is None or theirs is None or _may_differ(mine) or _may_differ(theirs):
             continue
-        if type(module) is not type(counterpart):
-            kinds = type(module).__name__, type(counterpart).__name__
+        kinds = _settings(mine), _settings(theirs)
+        if kinds[0] != kinds[1]:
             return f"{name} is {kinds[0]} and not {kinds[1]}"
     return ""
 
 
-def _is_activation(module: nn.Module) -> bool:
-    own = type(module).__module__
-    return own == "torch.nn.modules.activation" or own.startswith("timm.layers.activations")
+def _settings(module: nn.Module) -> str:
+    """Return a leaf as it is printed, without what changes no output; the class of others."""
+    leaf = f"({module.extra_repr()})" if not module._modules else ""
+    return _IN_PLACE.sub("", f"{type(module).__name__}{leaf}")
+
+
+_IN_PLACE = re.compile(r"(, )?inplace(=True|=False)?")
+
+
+def _may_differ(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return bool(module._modules) or kind_of(module) is not None or "drop" in name

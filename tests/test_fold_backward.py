@@ -216,6 +216,23 @@ def test_a_norm_goes_forward_through_maxima(kind: str) -> None:
     assert (type(model.bn) is nn.Identity) == (kind != "max_pool2d, indices read")
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_a_scale_of_zero_would_move_the_place_of_a_maximum(back: bool) -> None:
+    def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
+        y = conv(x) if back else bn(x)
+        y, places = F.max_pool2d(y, 2, return_indices=True)
+        return bn(y) if back else conv(y), places
+
+    norm = nn.BatchNorm2d(4 if back else 6)
+    model = Steps(steps, conv=nn.Conv2d(6, 4, 3), bn=norm).double().eval()
+    randomize_batchnorm(model)
+    with torch.no_grad():
+        norm.weight.abs_()[1] = 0.0
+    reason = plan_fold_batchnorm(model, image().double()).report.left[0].reason
+    assert "a scale is 0, and" in reason
+    assert "also gives the maximum's place" in reason
+
+
 def test_concatenated_producers_each_take_their_part() -> None:
     def steps(x: Tensor, one: nn.Module, two: nn.Module, bn: nn.Module) -> Any:
         return bn(torch.cat([one(x), two(x)], 1))

@@ -67,6 +67,21 @@ def test_a_producer_that_the_forward_stores_in_an_attribute(name: str) -> None:
     assert "where the forward stores it" in reason
 
 
+def test_a_forward_that_calls_its_own_model_may_store_too() -> None:
+    class Flips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            y: Tensor = self.bn(self.conv(x))
+            self.last = y
+            return y + self(x.flip(-1), False).flip(-1) if again else y
+
+    report = plan_fold_batchnorm(Flips().eval(), image()).report
+    assert "conv is called 2 times" in report.left[0].reason
+
+
 def test_results_and_computed_weights_may_be_stored() -> None:
     def steps(x: Tensor, conv: nn.Module, bn: nn.Module) -> Any:
         conv.grid = torch.arange(4.0)

@@ -78,6 +78,19 @@ def left_gather_twice(g: Graph) -> list[str]:
     return [g.norm(g.call("Gather", conv(g, "x"), g.ints(0, 0, 1), axis=1), 3)]
 
 
+def left_pad_that_moves_channels(g: Graph) -> list[str]:
+    return [g.norm(g.call("Pad", conv(g, "x"), g.ints(0, 1, 0, 0, 0, -1, 0, 0), mode="edge"))]
+
+
+def left_cubic(g: Graph) -> list[str]:
+    return [g.norm(g.call("Resize", conv(g, "x"), "", g.floats(1, 1, 1.7, 3), mode="cubic"))]
+
+
+def left_random(g: Graph) -> list[str]:
+    shape = {"shape": [C, C, 3, 3], "seed": 1.0}
+    return [g.norm(g.call("Conv", "x", g.call("Mul", g.call("RandomNormal", **shape), g.weight())))]
+
+
 def left_crop(g: Graph) -> list[str]:
     roi = g.floats(0, 0, -0.5, -0.5, 1, 1, 1.5, 1.5)
     how = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear"}
@@ -150,9 +163,12 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_quantised, "the weight of Conv n2 is not known: v1 is quantised"),
         (left_cast, "Cast n2 changes the type"),
         (left_zero_pad, "Pad n1 pads with a constant, which the map would change"),
-        (left_pad_of_channels, "Pad n1 changes the number of channels"),
+        (left_pad_of_channels, "Pad n1 changes the channels"),
         (left_split_rows, "Split n1 splits along another axis than that of its channels"),
         (left_gather_twice, "Gather n1 uses one channel as several"),
+        (left_pad_that_moves_channels, "Pad n1 changes the channels"),
+        (left_cubic, "Resize n1 has weights that in onnxruntime do not add up to 1"),
+        (left_random, "v1 is computed, by operators that cannot be computed beforehand"),
         (left_crop, "Resize n1 fills in a constant outside its input"),
         (left_row_bias, "the bias of Gemm n2 differs from row to row"),
         (left_graph_input, "its input is an input of the graph"),

@@ -197,11 +197,12 @@ def test_arguments_of_another_kind_are_refused_by_name() -> None:
             bc.recalibrate_batchnorm(nn.BatchNorm1d(4), **arguments)
 
 
-def test_statistics_made_in_inference_mode_are_refused() -> None:
+def test_statistics_made_in_inference_mode_are_refused_and_other_tensors_are_not() -> None:
     with torch.inference_mode():
-        model = nn.Sequential(nn.BatchNorm1d(3))
-    with pytest.raises(bc.BnconvertError, match=r"0\.weight: was made in torch\.inference_mode"):
-        bc.recalibrate_batchnorm(model, [torch.randn(4, 3)])
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(bc.BnconvertError, match=r"1: its statistics were made in torch\.infer"):
+        bc.recalibrate_batchnorm(model, [samples(4, 3)])
+    bc.recalibrate_batchnorm(nn.Sequential(model[0], nn.BatchNorm1d(3)), [samples(4, 3)])
 
 
 def test_a_model_that_does_not_run_on_a_batch_is_named_with_what_it_said() -> None:

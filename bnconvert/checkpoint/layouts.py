@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bnconvert.checkpoint.averages import unnamed_average, with_names
 from bnconvert.checkpoint.modules import holds_module, module_weights
 from bnconvert.checkpoint.names import LEAVES, listed, without_wrappers
-from bnconvert.checkpoint.pickle_values import Instance, as_lazy, is_tensor
+from bnconvert.checkpoint.pickle_values import Instance, as_lazy, is_tensor, walk_values
 from bnconvert.checkpoint.record import Weights
 from bnconvert.errors import CheckpointError
 
@@ -168,24 +168,32 @@ def choose(tree: Any, weights: str) -> Weights:
         return _averaged_model(_state_dict(tree), weights)
     layout = next((layout for layout in LAYOUTS if layout.matches(tree)), None)
     if layout is None:
-        inner = _only_inner(tree)
-        if inner is not None:
-            return choose(inner, weights)
+        key = _only_way_in(tree)
+        if key is not None:
+            result = choose(tree[key], weights)
+            result.notes.insert(0, f"everything lies below {key!r}")
+            return result
         layout = _generic(tree)
     return _pick(tree, layout, weights)
 
 
-def _only_inner(tree: Tree) -> Tree | None:
-    """Return the dictionary that holds everything, as below Composer's "state" or an "app" key."""
-    if any(map(_weights_like, tree.values())):
+def _only_way_in(tree: Tree) -> str | None:
+    """Return the key below which everything lies, such as Composer's "state" or an "app".
+
+    Averages and optimizers are no way in, and no other value but those of an optimizer may hold a
+    tensor.
+    """
+    holding = [key for key, value in tree.items() if _holds_tensors(value)]
+    ways = [key for key in holding if not str(key).startswith(("optim", "opt_"))]
+    if len(ways) != 1 or ways[0] in EMA_KEYS or not isinstance(tree[ways[0]], dict):
         return None
+    below = tree[ways[0]]
     keys = (*RAW_KEYS, *EMA_KEYS)
-    found = [
-        value
-        for value in tree.values()
-        if isinstance(value, dict) and any(_weights_like(value.get(key)) for key in keys)
-    ]
-    return found[0] if len(found) == 1 else None
+    return str(ways[0]) if any(_weights_like(below.get(key)) for key in keys) else None
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(is_tensor(each) or holds_module(each) for each in walk_values(value))
 
 
 def _generic(tree: Tree) -> Layout:

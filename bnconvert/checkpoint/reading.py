@@ -80,8 +80,8 @@ def _note_part(found: Weights, path: Path) -> None:
     part = _PART.search(path.name)
     if part is not None and int(part[2]) > 1:
         found.notes.append(
-            f"by its name this is part {int(part[1])} of {int(part[2])}; name the index or the "
-            "folder to read all"
+            f"by its name ({part[0].strip('-.')}) this is a part of the weights; name the index or "
+            "the folder to read all"
         )
 
 

@@ -5,7 +5,7 @@ Only what a norm or an operator that can take one up reads is computed; everythi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -27,26 +27,28 @@ def compute_weights(model: ir.Model, readers: Collection[str]) -> None:
     """Give nodes constants for what they read that follows from constants alone.
 
     Args:
-        model: Changed in place; its constants are initializers.
+        model: Changed in place; its constants are initializers, its nodes in order.
         readers: Operators whose inputs are computed.
     """
-    graph = model.graph
-    computed: dict[ir.Value, ir.Value | None] = {}
-    for node in list(graph):
+    constants = _Constants(model)
+    stored: dict[ir.Value, ir.Value] = {}
+    for node in list(model.graph):
         if node.domain or node.op_type not in {*readers, *_ARITHMETIC}:
             continue
         for index, value in enumerate(node.inputs):
-            if value is None or value.const_value is not None or value.producer() is None:
+            if value is None or value not in constants.fixed:
                 continue
-            if value not in computed:
-                computed[value] = _compute(model, value)
-            result = computed[value]
-            if result is not None:
-                node.replace_input_with(index, result)
+            if value not in stored:
+                array = constants.compute(value)
+                if array is None:
+                    continue
+                name = f"{value.name}_computed"
+                stored[value] = add_initializer(model.graph, name, array)
+            node.replace_input_with(index, stored[value])
 
 
 def why_not_constant(value: ir.Value) -> str:
-    """Return why the values are not known, to follow what they are: "is computed"."""
+    """Return why the values are not known, as a sentence that starts with the value's name."""
     if value.is_graph_input() and value.const_value is not None:
         return (
             f"{value.name} is an input of the graph as well, so that a caller may replace it; "
@@ -54,53 +56,75 @@ def why_not_constant(value: ir.Value) -> str:
         )
     if value.producer() is None:
         return f"{value.name} is an input of the graph"
-    if any(node.op_type in _QUANTISED for node in _ancestors(value)):
-        return f"{value.name} is quantised"
-    return f"{value.name} is computed from the graph's inputs"
-
-
-def _compute(model: ir.Model, value: ir.Value) -> ir.Value | None:
-    """Return an initializer with the values of a result, None where they depend on inputs."""
     nodes = list(_ancestors(value))
-    if not nodes or not all(map(_is_deterministic, nodes)):
-        return None
-    sources = {source for node in nodes for source in node.inputs if source is not None}
-    stored = [source for source in sources if source.producer() is None]
-    if any(source.const_value is None or source.is_graph_input() for source in stored):
-        return None
-    feed = {source.name or "": np.array(_array(source)) for source in stored}
-    nodes.sort(key=list(model.graph).index)
-    body = onnx.helper.make_graph(
-        [ir.serde.serialize_node(node) for node in nodes],
-        "weights",
-        [onnx.ValueInfoProto(name=name) for name in feed],
-        [onnx.ValueInfoProto(name=value.name)],
-    )
-    opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
-    try:
-        proto = onnx.helper.make_model(body, opset_imports=opsets)
-        (array,) = ReferenceEvaluator(proto).run(None, feed)
-    except (
-        Exception
-    ):  # the reference raises whatever its operators raise; the weight stays computed
-        return None
-    return add_initializer(model.graph, f"{value.name}_computed", np.asarray(array))
+    if any(node.op_type in _QUANTISED for node in nodes):
+        return f"{value.name} is quantised"
+    if any(given is not None and given.is_graph_input() for n in nodes for given in n.inputs):
+        return f"{value.name} is computed from the graph's inputs"
+    return f"{value.name} is computed, by operators that cannot be computed beforehand"
 
 
-def _array(value: ir.Value) -> np.ndarray:
-    assert value.const_value is not None  # noqa: S101 (the caller has looked)
-    return value.const_value.numpy()
+class _Constants:
+    """What a graph computes from constants alone.
+
+    Attributes:
+        fixed: The results that depend on nothing else.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self._opsets = [onnx.helper.make_opsetid(d, v) for d, v in model.opset_imports.items()]
+        self._arrays: dict[ir.Value, np.ndarray | None] = {}
+        self.fixed: set[ir.Value] = set()
+        for node in model.graph:
+            given = [value for value in node.inputs if value is not None]
+            if given and _is_deterministic(node) and all(map(self._is_known, given)):
+                self.fixed.update(node.outputs)
+
+    def _is_known(self, value: ir.Value) -> bool:
+        return value in self.fixed or (value.const_value is not None and not value.is_graph_input())
+
+    def compute(self, value: ir.Value) -> np.ndarray | None:
+        """Return the values of a fixed result; None where onnx's reference does not run."""
+        for node in reversed(list(_ancestors(value))):  # producers before their readers
+            if any(output not in self._arrays for output in node.outputs):
+                results = self._run(node)
+                self._arrays.update(zip(node.outputs, results, strict=True))
+        return self._arrays[value]
+
+    def _run(self, node: ir.Node) -> list[Any]:
+        given = {v.name or "": self._array(v) for v in node.inputs if v is not None}
+        try:
+            graph = onnx.helper.make_graph(
+                [ir.serde.serialize_node(node)],
+                "weights",
+                [onnx.ValueInfoProto(name=name) for name in given],
+                [onnx.ValueInfoProto(name=output.name) for output in node.outputs],
+            )
+            proto = onnx.helper.make_model(graph, opset_imports=self._opsets)
+            return [np.asarray(array) for array in ReferenceEvaluator(proto).run(None, given)]
+        except Exception:  # the reference raises whatever its operators raise
+            return [None] * len(node.outputs)
+
+    def _array(self, value: ir.Value) -> np.ndarray | None:
+        stored = value.const_value
+        return self._arrays[value] if stored is None else np.array(stored.numpy())
 
 
 def _ancestors(value: ir.Value) -> Iterator[ir.Node]:
+    """Yield what a value is computed by, each node before all that it reads from."""
+    order: list[ir.Node] = []
     seen: set[ir.Node] = set()
-    waiting = [value]
+    waiting: list[tuple[ir.Node, bool]] = [(n, False) for n in [value.producer()] if n is not None]
     while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in seen:
+        node, done = waiting.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
             seen.add(node)
-            yield node
-            waiting += [source for source in node.inputs if source is not None]
+            waiting.append((node, True))
+            sources = (given.producer() for given in node.inputs if given is not None)
+            waiting += [(source, False) for source in sources if source is not None]
+    return reversed(order)
 
 
 def _is_deterministic(node: ir.Node) -> bool:

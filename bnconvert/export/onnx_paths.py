@@ -68,8 +68,8 @@ def follow(node: ir.Node, track: Track, shapes: Shapes, *, backward: bool) -> Tr
         raise BlockedError(f"{label(node)} pools over its channels")
     if node.op_type in {"Pad", "Resize"}:
         sizes = [shape_of(value, shapes)[track.axis] for value in (node.inputs[0], node.outputs[0])]
-        if sizes[0] != sizes[1]:
-            raise BlockedError(f"{label(node)} changes the number of channels")
+        if sizes[0] != sizes[1] or _pads_axis(node, track.axis, shapes):
+            raise BlockedError(f"{label(node)} changes the channels")
     if node.op_type in _IN_PLACE:
         return track
     given, result = (shape_of(value, shapes) for value in (node.inputs[0], node.outputs[0]))
@@ -99,6 +99,8 @@ def check_passage(node: ir.Node, affine: Affine) -> None:
         _check_pad(node, affine)
     if node.op_type == "Resize" and _text(node, "coordinate_transformation_mode", "") in _CROPS:
         raise BlockedError(f"{label(node)} fills in a constant outside its input")
+    if node.op_type == "Resize" and _text(node, "mode", "") == "cubic" and affine.shift.any():
+        raise BlockedError(f"{label(node)} has weights that in onnxruntime do not add up to 1")
     if node.op_type == "AveragePool" and _averages_zeros(node) and bool(affine.shift.any()):
         raise BlockedError(f"{label(node)} averages zeros of its padding")
 
@@ -109,6 +111,33 @@ _CROPS = {"tf_crop_and_resize"}
 def _keeps_type(node: ir.Node) -> bool:
     source, result = node.inputs[0], node.outputs[0]
     return source is not None and source.dtype is not None and source.dtype == result.dtype
+
+
+def _pads_axis(node: ir.Node, axis: int, shapes: Shapes) -> bool:
+    """Whether a Pad adds or removes something along an axis, or may."""
+    if node.op_type != "Pad":
+        return False
+    rank = len(shape_of(node.inputs[0], shapes))
+    if "pads" in node.attributes:
+        edges = list(node.attributes["pads"].as_ints())
+    else:
+        known = _known(node, 1)
+        if known is None:
+            return True
+        edges = known.tolist()
+    axes = list(range(rank)) if len(node.inputs) < 4 or node.inputs[3] is None else _known(node, 3)
+    if axes is None or len(edges) != 2 * len(axes):
+        return True
+    places = [place for place, each in enumerate(axes) if each % rank == axis]
+    return any(edges[place] or edges[place + len(axes)] for place in places)
+
+
+def _known(node: ir.Node, place: int) -> np.ndarray | None:
+    """Return the values of a constant input, in a row."""
+    value = node.inputs[place] if len(node.inputs) > place else None
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    return value.const_value.numpy().flatten()
 
 
 def _check_pad(node: ir.Node, affine: Affine) -> None:

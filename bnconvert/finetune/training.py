@@ -208,7 +208,9 @@ class Trainer:
             with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
                 loss: Tensor = self.criterion(self.wrapped(images), labels)
         except Exception as error:
-            if lost_connection(error):
+            if lost_connection(error) or isinstance(
+                error, (BnconvertError, torch.OutOfMemoryError)
+            ):
                 raise
             raise BnconvertError(_failed_forward(error, images)) from error
         return loss

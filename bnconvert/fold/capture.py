@@ -136,10 +136,19 @@ def capture(model: nn.Module, arguments: Arguments) -> Captured:
     before: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
 
+    depth = 0  # a forward may call its own model
+
     def start(module: nn.Module, _args: Any) -> None:
-        before.update(attribute_tensors(module))
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            before.update(attribute_tensors(module))
 
     def finish(module: nn.Module, _args: Any, output: Any) -> Any:
+        nonlocal depth
+        depth -= 1
+        if depth:
+            return output
         known = set(map(id, before.values()))
         stored.clear()
         after = attribute_tensors(module)

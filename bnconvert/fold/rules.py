@@ -208,6 +208,9 @@ def _amax(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passage:
 def _refuse_flips(node: fx.Node, motion: Motion) -> None:
     if motion.flips:
         raise BlockedError(f"{motion.first_negative()}, and {describe(node)} takes the maximum")
+    parts = [user for user in node.users if operation(user) == "getitem" and user.users]
+    if any(part.args[1] != 0 for part in parts) and not bool(motion.touched.scale.all()):
+        raise BlockedError(f"a scale is 0, and {describe(node)} also gives the maximum's place")
 
 
 @rule("mean")

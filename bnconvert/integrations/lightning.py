@@ -130,6 +130,9 @@ class BatchNormFreeze(Callback):  # type: ignore[misc]
         if batch_idx:
             return
         for module, statistics in self._statistics.items():
+            state = frozen_state(module)
+            if state is None or not state.stats:  # unfrozen since
+                continue
             for name, (buffer, value) in statistics.items():
                 module._buffers[name] = buffer
                 buffer.copy_(value)

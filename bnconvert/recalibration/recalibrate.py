@@ -102,6 +102,7 @@ def recalibrate_batchnorm(
         network = unwrap(model)
         found = find_layers(network)
         _check(network, num_batches, estimator)
+        _refuse_inference(found.statistics)
         where = _device(device, network)
     except Exception as error:  # the other ranks wait for this one
         ranks.fail(error)
@@ -144,10 +145,14 @@ def _check(network: nn.Module, num_batches: int | None, estimator: str) -> None:
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if tensor.is_meta:
             raise BnconvertError(f"{name}: is on the meta device; load weights first")
-        if tensor.is_inference():
+
+
+def _refuse_inference(layers: dict[nn.Module, Statistics]) -> None:
+    for layer, statistics in layers.items():
+        if any(buffer.is_inference() for buffer in layer.buffers(recurse=False)):
             raise BnconvertError(
-                f"{name}: was made in torch.inference_mode, where statistics cannot be changed "
-                "later; build the model outside it"
+                f"{statistics.name}: its statistics were made in torch.inference_mode, where they "
+                "cannot be changed later; build the model outside it"
             )
 
 
