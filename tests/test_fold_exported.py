@@ -181,6 +181,15 @@ BRANCHES: dict[str, tuple[Callable[..., Tensor], int]] = {
     "numbers": (lambda x, a, b, c, bn, g: 0 + a(x) * 2.0 - 3 * x + 1.5, 1),
     "zeros": (lambda x, a, b, c, bn, g: a(x) + torch.zeros_like(x) + b(x), 1),
     "norm of a sum": (lambda x, a, b, c, bn, g: bn((a(x) + b(x)) + x), 1),
+    "negated": (lambda x, a, b, c, bn, g: bn(-a(x)) - (-x), 1),
+    "multiples": (lambda x, a, b, c, bn, g: torch.rsub(torch.add(a(x), b(x), alpha=0.5), x), 1),
+    "quotient": (lambda x, a, b, c, bn, g: a(x) / 3 + x / -2, 1),
+    "new zeros": (lambda x, a, b, c, bn, g: a(x) + x.new_zeros(x.shape) + b(x), 1),
+    "dropped and copied": (
+        lambda x, a, b, c, bn, g: F.dropout(a(x), 0.1, False) + b(x).clone().contiguous(),
+        1,
+    ),
+    "same padding": (lambda x, a, b, c, bn, g: c(x) + b(x), 1),
     "no common grid": (lambda x, a, b, c, bn, g: b(x) + c(x), 2),
     "another input": (lambda x, a, b, c, bn, g: a(x) + b(x * 2), 2),
     "read elsewhere": (lambda x, a, b, c, bn, g: (y := a(x)) + b(x) + y.sin(), 2),
@@ -199,6 +208,8 @@ def test_branches_of_one_input_become_one_convolution(kind: str, groups: int) ->
         bn=nn.BatchNorm2d(6),
         g=nn.BatchNorm2d(6),
     )
+    if kind == "same padding":
+        model.c = nn.Conv2d(6, 6, 3, padding="same", groups=groups)
     if kind == "no common grid":
         model.b = nn.Conv2d(6, 6, (3, 1), padding=(1, 0), groups=groups)
         model.c = nn.Conv2d(6, 6, (1, 3), padding=(0, 1), groups=groups)
@@ -209,6 +220,12 @@ def test_branches_of_one_input_become_one_convolution(kind: str, groups: int) ->
         count(result, "add", "sub", "mul")
         == {1: 0, 2: count(result, "add", "sub", "mul")}[convolutions]
     )
+
+
+def test_a_branch_that_is_broadcast_over_positions_does_not_merge() -> None:
+    model = Steps(lambda x, a, b: a(x) - b(x), a=nn.Conv2d(6, 4, 1), b=nn.Conv2d(6, 4, 8))
+    result, _ = check_program(export(model, image()), image(), folded=0)
+    assert count(result, "conv2d") == 2
 
 
 def test_strided_branches_merge_and_the_residual_does_not() -> None:

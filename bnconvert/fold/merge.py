@@ -31,7 +31,10 @@ _CONVS = {
     "conv2d": torch.ops.aten.conv2d.default,
     "conv3d": torch.ops.aten.conv3d.default,
 }
-_EXPANDED = {"add", "sub", "mul", "batch_norm", "instance_norm", "getitem"}
+_ARITHMETIC = {"add", "sub", "rsub", "mul", "div"}
+_UNCHANGED = {"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout"}
+_EXPANDED = {*_ARITHMETIC, *_UNCHANGED, "neg", "batch_norm", "instance_norm", "getitem"}
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def merge_branches(context: Context) -> list[Merged]:
     """Merge every sum of branches that can be merged, outermost sums first."""
     merged = []
     for root in reversed(list(context.graph.graph.nodes)):
-        if not root._erased and operation(root) in {"add", "sub"}:
+        if not root._erased and operation(root) in {"add", "sub", "rsub"}:
             merged += _merge_at(context, root)
     return merged
 
@@ -145,7 +148,7 @@ def _collect(context: Context, node: fx.Node, leaves: list[Site], outermost: boo
     call = context.norms.get(node)
     if call is not None:
         _collect(context, call.source, leaves)
-    elif operation(node) in {"add", "sub", "mul"}:
+    elif operation(node) in {*_ARITHMETIC, *_UNCHANGED, "neg"}:
         for source in node.all_input_nodes:
             if not context.graph.is_constant(source):
                 _collect(context, source, leaves)
@@ -171,23 +174,30 @@ def _expand(
         form = form.scaled(call.affine.scale)
         return replace(form, shift=form.shift + call.affine.shift, norms=(*form.norms, call))
     name = operation(node)
-    if name == "zeros_like":
+    if name in _ZEROS:
         return _Form((), None, _zero())
-    if name not in {"add", "sub", "mul"} or len(node.args) != 2 or node.kwargs:
+    if name in {*_UNCHANGED, "neg"} and not _drops(node):
+        form = _expand(context, node.all_input_nodes[0], source)
+        return form.scaled(_number(-1.0)) if form is not None and name == "neg" else form
+    if name not in _ARITHMETIC or set(node.kwargs) - {"alpha"}:
         return None
     return _arithmetic(context, node, source, channels)
 
 
+def _drops(node: fx.Node) -> bool:
+    """Whether a dropout is in training mode."""
+    return "dropout" in operation(node) and bool(node.args[2]) and bool(node.args[1])
+
+
 def _arithmetic(context: Context, node: fx.Node, source: fx.Node, channels: int) -> _Form | None:
     first, second = (
-        _factor(context, node, argument, channels)
-        if _is_fixed(context.graph, argument)
-        else _expand(context, argument, source)  # type: ignore[arg-type]
-        for argument in node.args
+        _operand(context, node, argument, source, channels) for argument in node.args[:2]
     )
     name = operation(node)
     if first is None or second is None:
         return None
+    if name == "div":
+        return _divided(first, second)
     if name == "mul":
         if isinstance(first, _Form) == isinstance(second, _Form):
             return None
@@ -195,7 +205,34 @@ def _arithmetic(context: Context, node: fx.Node, source: fx.Node, channels: int)
     one, two = (
         part if isinstance(part, _Form) else _Form((), None, part) for part in (first, second)
     )
-    return one.plus(two.scaled(-torch.ones((), dtype=torch.float64)) if name == "sub" else two)
+    alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
+    if not isinstance(alpha, (int, float)):
+        return None
+    if name == "rsub":  # second - alpha * first
+        return two.plus(one.scaled(_number(-float(alpha))))
+    return one.plus(two.scaled(_number(float(-alpha if name == "sub" else alpha))))
+
+
+def _divided(value: _Form | Tensor, by: _Form | Tensor) -> _Form | None:
+    if not isinstance(value, _Form) or isinstance(by, _Form) or not bool(by.all()):
+        return None
+    return value.scaled(1.0 / by)
+
+
+def _operand(
+    context: Context, node: fx.Node, argument: Any, source: fx.Node, channels: int
+) -> _Form | Tensor | None:
+    """Return an operand as a form, or a constant; None where it is broadcast over positions."""
+    graph = context.graph
+    if _is_fixed(graph, argument):
+        return _factor(context, node, argument, channels)
+    if not is_tensor(argument) or graph.shape(argument) != graph.shape(node):
+        return None
+    return _expand(context, argument, source)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _is_fixed(graph: FoldGraph, argument: Any) -> bool:
@@ -232,16 +269,30 @@ def _conv_form(context: Context, site: Site) -> _Form | None:
     ):
         return None
     given = site.arguments
-    if isinstance(given["padding"], str):
+    padding = _explicit_padding(given, context.graph.shape(site.weight)[2:])
+    if padding is None:
         return None
     geometry = _Geometry(
         _tuple(given["stride"], site.rank),
-        _tuple(given["padding"], site.rank),
+        _tuple(padding, site.rank),
         _tuple(given["dilation"], site.rank),
         given["groups"],
     )
     bias = site.new_bias()
     return _Form(((site.new_weight(), geometry),), None, _zero() if bias is None else bias)
+
+
+def _explicit_padding(given: dict[str, Any], kernel: tuple[int, ...]) -> Any:
+    """Return the padding in numbers; None where it differs between the two ends."""
+    padding = given["padding"]
+    if not isinstance(padding, str):
+        return padding
+    if padding == "valid":
+        return 0
+    added = [
+        d * (k - 1) for d, k in zip(_tuple(given["dilation"], len(kernel)), kernel, strict=True)
+    ]
+    return None if any(total % 2 for total in added) else [total // 2 for total in added]
 
 
 def _tuple(values: Any, rank: int) -> tuple[int, ...]:

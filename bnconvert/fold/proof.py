@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 LIMIT = 1e-9
 """Largest relative difference in float64 that a fold may make."""
 
+_BATCHES = (1, 5)
 _ROUNDINGS = 100.0
 _SIGNAL_DIMS = 3
 _LARGEST_LIMIT = 1e-6
@@ -83,17 +85,34 @@ def random_like(arguments: Arguments, seed: int) -> Arguments:
     return arguments.map(draw)
 
 
-def other_sizes(arguments: Arguments) -> list[Arguments]:
-    """Return random arguments of another batch size, and of images or signals twice as large."""
+def other_sizes(arguments: Arguments, *, doubled: bool) -> list[Arguments]:
+    """Return random arguments of other batch sizes, and of images or signals of another size.
+
+    Args:
+        arguments: Of the size of the example.
+        doubled: Also return images of twice the size, which more models take than those that are
+            one larger.
+    """
     batch = arguments.batch
+    others = [arguments.with_batch(size) for size in _BATCHES if batch not in (None, size)]
+    single = arguments if batch is None else arguments.with_batch(1)
 
     def larger(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.ndim < _SIGNAL_DIMS:
             return tensor
+        return F.pad(tensor, (0, 1) * (tensor.ndim - 2))
+
+    def double(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.ndim < _SIGNAL_DIMS:
+            return tensor
         return tensor.repeat(1, 1, *(2,) * (tensor.ndim - 2))
 
-    others = [] if batch is None else [arguments.with_batch(batch + 1)]
-    return [*others, random_like(arguments.map(larger), seed=2)]
+    others.append(random_like(single.map(larger), seed=2))
+    return [*others, random_like(single.map(double), seed=3)] if doubled else others
+
+
+class OtherSizeError(VerificationError):
+    """The folded model is right at the size of the example and wrong at another."""
 
 
 class ReadsLayerError(BnconvertError):
@@ -147,14 +166,23 @@ def _last_bit_changed(arguments: Arguments) -> Arguments:
     return arguments.map(change)
 
 
-def failed_proof(largest: float, limit: float, where: str) -> VerificationError:
+def failed_proof(
+    largest: float, limit: float, where: str, *, right_at_example: bool = False
+) -> VerificationError:
     """Return the error for a folded model whose outputs differ.
 
     Args:
         largest: The largest relative difference.
         limit: What is allowed.
         where: Name of the first layer whose output differs; "" if it is not known.
+        right_at_example: Whether they do so at other sizes than the example's only.
     """
+    if right_at_example:
+        return OtherSizeError(
+            f"fold: in float64 the folded model differs from the original by {largest:.3g} on "
+            "inputs of another size than the example's, as its forward takes another path there; "
+            "nothing was changed"
+        )
     first = f"; the first layer to differ is {where}" if where else ""
     return VerificationError(
         f"fold: in float64 the folded model differs from the original by {largest:.3g} relative to "
