@@ -64,6 +64,26 @@ def test_agreement_counts_rows_and_shared_classes() -> None:
     assert result.top5 == pytest.approx((3 / 5 + 1) / 2)
 
 
+class Named(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: x + float(ord(name)) for name in self.names}
+
+
+def test_outputs_with_the_same_names_pair_by_name() -> None:
+    x = torch.ones(2, 3)
+    assert compare(Named("a", "b"), Named("b", "a"), x).largest_difference == 0.0
+    assert compare(Named("a", "b"), Named("b", "c"), x).largest_difference > 0.0
+
+
+def test_what_is_no_model_and_no_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BnconvertError, match="compare: expected a module or the path of an ONNX"):
+        compare(3, nn.Identity(), torch.ones(2, 3))  # type: ignore[arg-type]
+
+
 def test_another_shape_is_named(tmp_path: Path) -> None:
     comparison = compare(nn.Linear(3, 4), nn.Linear(3, 5), torch.ones(2, 3))
     assert comparison.outputs[0].relative == float("inf")

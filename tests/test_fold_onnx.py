@@ -244,6 +244,11 @@ def build_forward_parts(g: Graph) -> str:
     return g.call("Add", g.call("Add", *parts), conv(g, last, 4, 3))
 
 
+def build_sum(g: Graph) -> str:
+    total = g.call("Sum", conv(g, "x"), conv(g, "x", no_bias=True), conv(g, "x"))
+    return g.norm(g.call("Add", total, g.call("Concat", conv(g, "x", 2), conv(g, "x", 4), axis=1)))
+
+
 CROP = {"kernel_shape": [3, 3]}
 
 FOLDING = {
@@ -301,6 +306,22 @@ def test_a_norm_in_a_function_of_the_file_is_folded(
     source.write_bytes(model.SerializeToString())
     report = fold_onnx(source, tmp_path / "out.onnx")
     assert report.count(Outcome.FOLDED) == 1, str(report)
+
+
+def test_the_long_name_of_the_domain_is_read(tmp_path: Path) -> None:
+    g = Graph()
+    source = g.save(tmp_path / "in.onnx", [build_conv(g)])
+    model = onnx.load(source)
+    model.opset_import[0].domain = "ai.onnx"
+    onnx.save(model, source)
+    assert not fold_onnx(source, tmp_path / "out.onnx").left
+
+
+def test_upsample_of_old_opsets_is_passed(tmp_path: Path) -> None:
+    g = Graph()
+    y = g.call("Upsample", conv(g, "x"), g.floats(1, 1, 2, 3), mode="linear")
+    source = g.save(tmp_path / "in.onnx", [g.norm(y)], opset=9)
+    assert not fold_onnx(source, tmp_path / "out.onnx").left
 
 
 def test_the_default_epsilon_is_that_of_float32(tmp_path: Path) -> None:

@@ -91,6 +91,15 @@ def left_random(g: Graph) -> list[str]:
     return [g.norm(g.call("Conv", "x", g.call("Mul", g.call("RandomNormal", **shape), g.weight())))]
 
 
+def left_sum_of_one_twice(g: Graph) -> list[str]:
+    y = conv(g, "x")
+    return [g.norm(g.call("Add", y, y))]
+
+
+def left_sum_with_the_input(g: Graph) -> list[str]:
+    return [g.norm(g.call("Add", conv(g, "x", pads=[1, 1, 1, 1]), "x"))]
+
+
 def left_crop(g: Graph) -> list[str]:
     roi = g.floats(0, 0, -0.5, -0.5, 1, 1, 1.5, 1.5)
     how = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear"}
@@ -156,7 +165,7 @@ def left_graph_input(g: Graph) -> list[str]:
     [
         (left_two_readers, "the output of Conv n0 is also read by Relu n2"),
         (left_output, "the output of Conv n0 is also an output of the graph"),
-        (left_relu_before_and_after, "its reader Relu n3 is not linear"),
+        (left_relu_before_and_after, "its reader Relu n3 lets no map per channel through"),
         (left_padded_reader, "its reader Conv n2 pads with zeros"),
         (left_padded_reader_same, "its reader Conv n2 pads with zeros"),
         (left_computed, "statistics are not known: v0 is computed from the graph's inputs"),
@@ -169,6 +178,8 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_pad_that_moves_channels, "Pad n1 changes the channels"),
         (left_cubic, "Resize n1 has weights that in onnxruntime do not add up to 1"),
         (left_random, "v1 is computed, by operators that cannot be computed beforehand"),
+        (left_sum_of_one_twice, "Add n1 reads the output of Conv n0 twice"),
+        (left_sum_with_the_input, "its input is an input of the graph"),
         (left_crop, "Resize n1 fills in a constant outside its input"),
         (left_row_bias, "the bias of Gemm n2 differs from row to row"),
         (left_graph_input, "its input is an input of the graph"),
@@ -179,7 +190,7 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_concat_of_input, "its input is an input of the graph"),
         (left_concat_of_other_rows, "Concat n2 joins along another axis than that of its channels"),
         (left_training, "it is in training mode"),
-        (left_scaled_with_others, "its reader Mul n3 is not linear"),
+        (left_scaled_with_others, "its reader Mul n3 lets no map per channel through"),
     ],
 )
 def test_what_cannot_go_is_left_with_its_reason(tmp_path: Path, build: Any, reason: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,6 @@ from bnconvert.comparison.runners import OnnxRunner, TorchRunner, relative_diffe
 from bnconvert.errors import BnconvertError
 from bnconvert.probe import untouched
 from bnconvert.report import SCHEMA, format_table
-
-if TYPE_CHECKING:
-    import os
 
 _BAR_FROM = -9.0  # decimal exponents between which the bar of a difference grows
 _BAR_TO = 0.0
@@ -145,6 +143,8 @@ def compare(
             f"compare: {names[0]} gives {len(values)} outputs, {names[1]} gives "
             f"{len(reference)}; compare models with the same outputs"
         )
+    if set(values) == set(reference):  # dictionaries may name them in another order
+        reference = {name: reference[name] for name in values}
     both = list(zip(values.items(), reference.values(), strict=True))
     top1, top5 = next((_agreement(x, y) for (_, x), y in both if _has_classes(x, y)), (None, None))
     return Comparison(
@@ -162,6 +162,10 @@ def compare(
 def _module_or_path(model: nn.Module | str | os.PathLike[str]) -> nn.Module | Path:
     if isinstance(model, nn.Module):
         return model
+    if not isinstance(model, (str, os.PathLike)):
+        raise BnconvertError(
+            f"compare: expected a module or the path of an ONNX file, got {type(model).__name__}"
+        )
     path = Path(model)
     if not path.is_file():
         raise BnconvertError(f"{path}: there is no such file; pass a module or an ONNX file")

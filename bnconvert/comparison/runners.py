@@ -87,7 +87,14 @@ class OnnxRunner:
         """
         tensors = arguments.tensors
         by_name = {k: v for k, v in arguments.kwargs.items() if isinstance(v, torch.Tensor)}
-        if set(by_name) != {entry.name for entry in self.inputs}:
+        known = {entry.name for entry in self.inputs}
+        if set(by_name) != known:
+            unknown = sorted(set(by_name) - known)
+            if unknown and known & set(by_name):
+                raise BnconvertError(
+                    f"{self.name}: has no input {', '.join(unknown)}; it has "
+                    f"{', '.join(sorted(known))}"
+                )
             if len(tensors) != len(self.inputs):
                 wanted = ", ".join(entry.name for entry in self.inputs)
                 raise BnconvertError(
@@ -99,7 +106,8 @@ class OnnxRunner:
         try:
             values = self._session.run(None, feed)
         except Exception as error:  # onnxruntime has no public base class of its errors
-            raise BnconvertError(f"{self.name}: onnxruntime fails: {first_line(error)}") from error
+            said = " ".join(str(error).split())
+            raise BnconvertError(f"{self.name}: onnxruntime fails: {said}") from error
         names = [entry.name for entry in self._session.get_outputs()]
         named = zip(names, map(np.asarray, values), strict=True)
         return {

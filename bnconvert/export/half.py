@@ -70,7 +70,7 @@ def to_half(model: ir.Model, largest: Mapping[str, float]) -> list[str]:
         if node not in kept:
             _set_attributes(node)
             for value in _half_outputs(node, opset):
-                value.dtype = _HALF
+                value.type = ir.TensorType(_HALF)  # values may share the object of their type
     casts = _Casts(graph)
     for node in nodes:
         half = set() if node in kept else set(_half_inputs(node, opset))

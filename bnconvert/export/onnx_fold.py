@@ -15,6 +15,7 @@ import torch
 from onnx_ir.passes import common
 
 from bnconvert.arguments import Arguments
+from bnconvert.capturing import quiet_log
 from bnconvert.comparison.layerwise import all_values
 from bnconvert.comparison.runners import (
     OnnxRunner,
@@ -120,7 +121,7 @@ def fold_onnx(
     inputs = [_random_inputs(source, shapes or {}, batch) for batch in _OPEN_BATCHES]
     seen = _shapes_of_values(model, source, inputs[0])
     report = fold_graph(model, seen)
-    common.ShapeInferencePass()(model)
+    _infer_shapes(model)
     after = sum(1 for _ in model.graph.all_nodes())
     exact = _prove(source, inputs, seen)
     destination = Path(path) if path is not None else source.with_name(f"{source.name}.folded")
@@ -139,10 +140,11 @@ def _read(path: Path) -> ir.Model:
         raise BnconvertError(f"{path}: there is no such file; pass an ONNX file")
     try:
         model = ir.load(path)
+        _name_domain(model)
         model.graph.sort()
         if model.functions:
             common.InlinePass()(model)
-        common.ShapeInferencePass()(model)
+        _infer_shapes(model)
     except Exception as error:  # protobuf's DecodeError has no public name
         raise BnconvertError(
             f"{path}: is not an ONNX model: {first_line(_cause(error))}"
@@ -153,6 +155,22 @@ def _read(path: Path) -> ir.Model:
     if any(isinstance(tensor, ir.ExternalTensor) for tensor in stored):
         refuse_missing_weights(path)
     return model
+
+
+def _name_domain(model: ir.Model) -> None:
+    """Write "" for "ai.onnx", which is the other name of the same operators."""
+    version = model.opset_imports.pop("ai.onnx", None)
+    if version is not None:
+        model.opset_imports.setdefault("", version)
+    for node in model.graph.all_nodes():
+        if node.domain == "ai.onnx":
+            node.domain = ""
+
+
+def _infer_shapes(model: ir.Model) -> None:
+    """Note the types and shapes that follow from those known, where onnx can tell."""
+    with quiet_log("onnx_ir"):  # it prints a traceback and goes on
+        common.ShapeInferencePass()(model)
 
 
 def _cause(error: BaseException) -> BaseException:

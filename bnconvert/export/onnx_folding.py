@@ -162,24 +162,42 @@ def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
         if producer.op_type in SITES and not producer.domain:
             edits.append(plan_after(producer, affine, track, shapes))
             into.append(label(producer))
-        elif producer.op_type in MOVERS:
-            check_passage(producer, affine)
-            track = follow(producer, track, shapes, backward=True)
-            pending.append((producer, producer.inputs[0], affine, track))
-        elif producer.op_type in PARTS:
-            whole = whole_of(producer, producer.outputs.index(value), track, shapes)
-            pending.append((producer, producer.inputs[0], affine, whole))
-        elif producer.op_type == "Concat":
-            for index, source in reversed(list(enumerate(producer.inputs))):
-                part = before_concat(producer, index, track, shapes)
-                pending.append((producer, source, affine, part))
         elif (moved := _arithmetic(producer, track, len(affine.scale), shapes)) is not None:
             source, own = moved
             pending.append((producer, source, own.then(affine), track))
             edits.append(functools.partial(_skip, producer, producer.inputs.index(source)))
+        elif (sources := _passed_back(producer, value, affine, track, shapes)) is not None:
+            pending += [(producer, *source) for source in reversed(sources)]
         else:
-            raise BlockedError(f"its input comes from {label(producer)}, which is not linear")
+            raise BlockedError(
+                f"its input comes from {label(producer)}, which lets no map per channel through"
+            )
     return edits, f"into {', '.join(into)}"
+
+
+def _passed_back(
+    producer: ir.Node, value: ir.Value, affine: Affine, track: Track, shapes: Shapes
+) -> list[tuple[ir.Value | None, Affine, Track]] | None:
+    """Return the inputs of a producer that a map of its output moves to; None if it is other.
+
+    Raises:
+        BlockedError: It is one that passes maps, and this map or its channels cannot pass it.
+    """
+    if producer.op_type in MOVERS:
+        check_passage(producer, affine)
+        given = follow(producer, track, shapes, backward=True)
+        return [(producer.inputs[0], affine, given)]
+    if producer.op_type in PARTS:
+        whole = whole_of(producer, producer.outputs.index(value), track, shapes)
+        return [(producer.inputs[0], affine, whole)]
+    if producer.op_type == "Concat":
+        parts = range(len(producer.inputs))
+        tracks = [before_concat(producer, index, track, shapes) for index in parts]
+        return [(s, affine, t) for s, t in zip(producer.inputs, tracks, strict=True)]
+    terms = _terms(producer, shapes)
+    if terms is None:
+        return None
+    return [(t, affine if t is terms[0] else affine.scale_only, track) for t in terms]
 
 
 def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> None:
@@ -190,6 +208,16 @@ def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> N
         raise BlockedError(f"the output of {label(producer)} is also read by {label(others[0])}")
     if len(value.uses()) > 1:
         raise BlockedError(f"{label(reader)} reads the output of {label(producer)} twice")
+
+
+def _terms(node: ir.Node, shapes: Shapes) -> list[ir.Value] | None:
+    """Return the terms of a sum, each as large as the sum; None for anything else."""
+    if node.op_type not in {"Add", "Sum"}:
+        return None
+    terms = [value for value in node.inputs if value is not None]
+    whole = shape_of(node.outputs[0], shapes)
+    same = all(shape_of(term, shapes) == whole and constant(term) is None for term in terms)
+    return terms if same and len(terms) == len(node.inputs) else None
 
 
 def _arithmetic(
@@ -299,5 +327,5 @@ def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
                 pending.append((reader.outputs[0], affine.then(own[1]), track))
                 edits.append(functools.partial(_skip, reader, use.idx))
             else:
-                raise BlockedError(f"its reader {label(reader)} is not linear")
+                raise BlockedError(f"its reader {label(reader)} lets no map per channel through")
     return edits, f"forward into {', '.join(into.values())}"

@@ -28,7 +28,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool"}) | _MAXIMA
-_WINDOWS = _POOLS | {"Pad", "Resize"}
+_RESIZES = frozenset({"Resize", "Upsample"})
+_WINDOWS = _POOLS | _RESIZES | {"Pad"}
 _IN_PLACE = frozenset({"Identity", "Dropout", "Cast"}) | _WINDOWS
 
 MOVERS = _IN_PLACE | {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "ReduceMean"}
@@ -66,7 +67,7 @@ def follow(node: ir.Node, track: Track, shapes: Shapes, *, backward: bool) -> Tr
     """
     if node.op_type in _POOLS and track.axis != 1:
         raise BlockedError(f"{label(node)} pools over its channels")
-    if node.op_type in {"Pad", "Resize"}:
+    if node.op_type in _RESIZES | {"Pad"}:
         sizes = [shape_of(value, shapes)[track.axis] for value in (node.inputs[0], node.outputs[0])]
         if sizes[0] != sizes[1] or _pads_axis(node, track.axis, shapes):
             raise BlockedError(f"{label(node)} changes the channels")

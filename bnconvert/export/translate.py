@@ -187,6 +187,8 @@ def _rename(model: ir.Model, inputs: Sequence[str | None], outputs: Sequence[str
 
 
 def _is_generated_constant(value: ir.Value) -> bool:
+    if value.is_graph_output():
+        return False
     return value.is_initializer() and bool(_GENERATED.fullmatch(value.name or ""))
 
 

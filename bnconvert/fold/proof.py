@@ -91,7 +91,7 @@ def other_sizes(arguments: Arguments, *, doubled: bool) -> list[Arguments]:
     Args:
         arguments: Of the size of the example.
         doubled: Also return images of twice the size, which more models take than those that are
-            one larger.
+            one larger. Dimensions of size 1 stay; they are none of an image.
     """
     batch = arguments.batch
     others = [arguments.with_batch(size) for size in _BATCHES if batch not in (None, size)]
@@ -100,12 +100,12 @@ def other_sizes(arguments: Arguments, *, doubled: bool) -> list[Arguments]:
     def larger(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.ndim < _SIGNAL_DIMS:
             return tensor
-        return F.pad(tensor, (0, 1) * (tensor.ndim - 2))
+        return F.pad(tensor, [edge for size in tensor.shape[:1:-1] for edge in (0, int(size > 1))])
 
     def double(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.ndim < _SIGNAL_DIMS:
             return tensor
-        return tensor.repeat(1, 1, *(2,) * (tensor.ndim - 2))
+        return tensor.repeat(1, 1, *(1 + (size > 1) for size in tensor.shape[2:]))
 
     others.append(random_like(single.map(larger), seed=2))
     return [*others, random_like(single.map(double), seed=3)] if doubled else others
