@@ -244,6 +244,25 @@ def build_forward_parts(g: Graph) -> str:
     return g.call("Add", g.call("Add", *parts), conv(g, last, 4, 3))
 
 
+def build_shuffle(g: Graph) -> str:
+    """The channels of two groups in turn, as ShuffleNet and grouped convolutions mix them."""
+    y = g.call("Reshape", conv(g, "x"), g.ints(0, 2, 3, 6, 6))
+    y = g.call("Transpose", y, perm=[0, 2, 1, 3, 4])
+    return g.norm(g.call("Reshape", y, g.ints(0, C, 6, 6)))
+
+
+def build_forward_shuffle(g: Graph) -> str:
+    y = g.call("Reshape", g.norm(g.call("Relu", "x")), g.ints(0, 2, 3, 8, 8))
+    y = g.call("Transpose", y, perm=[0, 2, 1, 3, 4])
+    return conv(g, g.call("Reshape", y, g.ints(0, C, 8, 8)))
+
+
+def build_one_channel(g: Graph) -> str:
+    row = g.call("Reshape", conv(g, "x", 1), g.ints(0, 1, 36))
+    y = g.call("Reshape", g.norm(g.norm(row, 1), 1), g.ints(0, 1, 6, 6))
+    return g.norm(g.call("Slice", conv(g, y, 4, 1), g.ints(2), g.ints(3), g.ints(1)), 1)
+
+
 def build_sum(g: Graph) -> str:
     total = g.call("Sum", conv(g, "x"), conv(g, "x", no_bias=True), conv(g, "x"))
     return g.norm(g.call("Add", total, g.call("Concat", conv(g, "x", 2), conv(g, "x", 4), axis=1)))

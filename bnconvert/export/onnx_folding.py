@@ -14,28 +14,34 @@ import torch
 from onnx_ir.passes import common
 
 from bnconvert.export.onnx_constants import compute_weights, why_not_constant
-from bnconvert.export.onnx_parts import PARTS, part_of, whole_of
+from bnconvert.export.onnx_parts import (
+    PARTS,
+    before_concat,
+    part_of,
+    through_concat,
+    whole_of,
+)
 from bnconvert.export.onnx_paths import (
     MOVERS,
     BlockedError,
     Shapes,
-    Track,
-    before_concat,
     check_passage,
     follow,
     label,
     shape_of,
-    through_concat,
 )
 from bnconvert.export.onnx_sites import SITES, constant, plan_after, plan_before, weight_place
 from bnconvert.fold.algebra import Affine, batchnorm_affine, cast
+from bnconvert.fold.channels import UNTOUCHED, by_channel, channel_map
 from bnconvert.report import LayerReport, Outcome, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import onnx_ir as ir
+    from torch import Tensor
 
+_CHANNEL_AXIS = 1
 _NORM = "BatchNormalization"
 _OPTIONAL_INITIALIZER_INPUTS = 4  # since this version of the file format
 _EPSILON = torch.tensor(1e-5).item()  # attributes are float32, their defaults too
@@ -149,24 +155,24 @@ _Plan = tuple[list["Callable[[], None]"], str]
 
 
 def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
-    channels = torch.arange(len(affine.scale)).numpy()
+    numbers = _channels_of(node, affine, shapes)
     edits: list[Callable[[], None]] = []
     into: list[str] = []
-    pending = [(node, node.inputs[0], affine, Track(1, channels))]
+    pending = [(node, node.inputs[0], affine, numbers)]
     while pending:
-        reader, value, affine, track = pending.pop()
+        reader, value, affine, numbers = pending.pop()
         producer = value.producer() if value is not None else None
         if value is None or producer is None:
             raise BlockedError("its input is an input of the graph")
         _check_only_reader(value, producer, reader)
         if producer.op_type in SITES and not producer.domain:
-            edits.append(plan_after(producer, affine, track, shapes))
+            edits.append(plan_after(producer, affine, numbers))
             into.append(label(producer))
-        elif (moved := _arithmetic(producer, track, len(affine.scale), shapes)) is not None:
+        elif (moved := _arithmetic(producer, numbers, len(affine.scale), shapes)) is not None:
             source, own = moved
-            pending.append((producer, source, own.then(affine), track))
+            pending.append((producer, source, own.then(affine), numbers))
             edits.append(functools.partial(_skip, producer, producer.inputs.index(source)))
-        elif (sources := _passed_back(producer, value, affine, track, shapes)) is not None:
+        elif (sources := _passed_back(producer, value, affine, numbers, shapes)) is not None:
             pending += [(producer, *source) for source in reversed(sources)]
         else:
             raise BlockedError(
@@ -175,9 +181,16 @@ def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     return edits, f"into {', '.join(into)}"
 
 
+def _channels_of(norm: ir.Node, affine: Affine, shapes: Shapes) -> Tensor:
+    rank = len(shape_of(norm.inputs[0], shapes))
+    if rank <= _CHANNEL_AXIS:
+        raise BlockedError("its input has no channels")
+    return channel_map(rank, _CHANNEL_AXIS, len(affine.scale))
+
+
 def _passed_back(
-    producer: ir.Node, value: ir.Value, affine: Affine, track: Track, shapes: Shapes
-) -> list[tuple[ir.Value | None, Affine, Track]] | None:
+    producer: ir.Node, value: ir.Value, affine: Affine, numbers: Tensor, shapes: Shapes
+) -> list[tuple[ir.Value | None, Affine, Tensor]] | None:
     """Return the inputs of a producer that a map of its output moves to; None if it is other.
 
     Raises:
@@ -185,19 +198,19 @@ def _passed_back(
     """
     if producer.op_type in MOVERS:
         check_passage(producer, affine)
-        given = follow(producer, track, shapes, backward=True)
+        given = follow(producer, numbers, shapes, backward=True)
         return [(producer.inputs[0], affine, given)]
     if producer.op_type in PARTS:
-        whole = whole_of(producer, producer.outputs.index(value), track, shapes)
+        whole = whole_of(producer, producer.outputs.index(value), numbers, shapes)
         return [(producer.inputs[0], affine, whole)]
     if producer.op_type == "Concat":
         parts = range(len(producer.inputs))
-        tracks = [before_concat(producer, index, track, shapes) for index in parts]
+        tracks = [before_concat(producer, index, numbers, shapes) for index in parts]
         return [(s, affine, t) for s, t in zip(producer.inputs, tracks, strict=True)]
     terms = _terms(producer, shapes)
     if terms is None:
         return None
-    return [(t, affine if t is terms[0] else affine.scale_only, track) for t in terms]
+    return [(t, affine if t is terms[0] else affine.scale_only, numbers) for t in terms]
 
 
 def _check_only_reader(value: ir.Value, producer: ir.Node, reader: ir.Node) -> None:
@@ -221,7 +234,7 @@ def _terms(node: ir.Node, shapes: Shapes) -> list[ir.Value] | None:
 
 
 def _arithmetic(
-    node: ir.Node, track: Track, count: int, shapes: Shapes
+    node: ir.Node, numbers: Tensor, count: int, shapes: Shapes
 ) -> tuple[ir.Value, Affine] | None:
     """Return the varying input of a sum, product or quotient with a constant, and its map.
 
@@ -229,7 +242,7 @@ def _arithmetic(
         None for anything else, where the constant differs within a channel, and where other
         values than the norm's pass through it.
     """
-    if (track.channels < 0).any():  # it also changes channels that are not the norm's
+    if bool((numbers == UNTOUCHED).any()):  # it also changes channels that are not the norm's
         return None
     one, zero = torch.ones(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     if node.op_type == "Neg" and node.inputs[0] is not None:
@@ -244,25 +257,13 @@ def _arithmetic(
     shape = shape_of(source, shapes)
     if shape != shape_of(node.outputs[0], shapes):
         return None
-    c = _per_channel(number.double(), track, count, len(shape))
+    c = by_channel(number.double(), numbers, count) if number.ndim <= numbers.ndim else None
     if c is None or (node.op_type == "Div" and (index == 1 or not c.all())):
         return None
     if node.op_type == "Sub":
         return source, Affine(one, -c) if index == 0 else Affine(-one, c)
     maps = {"Add": Affine(one, c), "Mul": Affine(c, zero), "Div": Affine(1.0 / c, zero)}
     return source, maps[node.op_type]
-
-
-def _per_channel(number: torch.Tensor, track: Track, count: int, rank: int) -> torch.Tensor | None:
-    if number.numel() == 1:
-        return number.reshape(-1).expand(count).clone()
-    axis = track.axis - (rank - number.ndim)
-    if axis < 0 or number.numel() != number.shape[axis] or len(track.channels) != number.numel():
-        return None
-    flat, channels = number.flatten(), torch.from_numpy(track.channels)
-    values = torch.zeros(count, dtype=torch.float64)
-    values[channels] = flat
-    return values if torch.equal(values[channels], flat) else None
 
 
 def _data(site: ir.Node) -> int:
@@ -281,8 +282,8 @@ def _skip(node: ir.Node, index: int) -> None:
 
 
 def _passed_on(
-    reader: ir.Node, place: int, affine: Affine, track: Track, shapes: Shapes
-) -> list[tuple[ir.Value, Track]] | None:
+    reader: ir.Node, place: int, affine: Affine, numbers: Tensor, shapes: Shapes
+) -> list[tuple[ir.Value, Tensor]] | None:
     """Return the outputs on which a reader passes the channels of one input; None if it is other.
 
     Raises:
@@ -290,41 +291,42 @@ def _passed_on(
     """
     if reader.op_type in MOVERS and place == 0:
         check_passage(reader, affine)
-        return [(reader.outputs[0], follow(reader, track, shapes, backward=False))]
+        return [(reader.outputs[0], follow(reader, numbers, shapes, backward=False))]
     if reader.op_type in PARTS and place == 0:
-        read = [o for o in reader.outputs if o.uses() or o.is_graph_output()]
-        numbers = [reader.outputs.index(output) for output in read]
-        parts = [part_of(reader, number, track, shapes) for number in numbers]
-        return list(zip(read, parts, strict=True))
+        return [
+            (output, part_of(reader, place, numbers, shapes))
+            for place, output in enumerate(reader.outputs)
+            if output.uses() or output.is_graph_output()
+        ]
     if reader.op_type == "Concat":
-        return [(reader.outputs[0], through_concat(reader, place, track, shapes))]
+        return [(reader.outputs[0], through_concat(reader, place, numbers, shapes))]
     return None
 
 
 def _plan_forward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     result = node.outputs[0]
-    channels = torch.arange(len(affine.scale)).numpy()
+    numbers = _channels_of(node, affine, shapes)
     edits: list[Callable[[], None]] = []
     into: dict[ir.Node, str] = {}
-    pending = [(result, affine, Track(1, channels))]
+    pending = [(result, affine, numbers)]
     while pending:
-        value, affine, track = pending.pop()
+        value, affine, numbers = pending.pop()
         if value.is_graph_output():
             raise BlockedError("its result is an output of the graph")
         if not value.uses():
             raise BlockedError("nothing reads its result")
         for use in value.uses():
             reader = use.node
-            passed = _passed_on(reader, use.idx, affine, track, shapes)
+            passed = _passed_on(reader, use.idx, affine, numbers, shapes)
             if passed is not None:
                 pending += [(output, affine, moved) for output, moved in passed]
             elif reader.op_type in SITES and not reader.domain and use.idx == _data(reader):
                 if reader in into:
                     raise BlockedError(f"its reader {label(reader)} is reached on two ways")
-                edits.append(plan_before(reader, affine, track, shapes))
+                edits.append(plan_before(reader, affine, numbers))
                 into[reader] = label(reader)
-            elif (own := _arithmetic(reader, track, len(affine.scale), shapes)) is not None:
-                pending.append((reader.outputs[0], affine.then(own[1]), track))
+            elif (own := _arithmetic(reader, numbers, len(affine.scale), shapes)) is not None:
+                pending.append((reader.outputs[0], affine.then(own[1]), numbers))
                 edits.append(functools.partial(_skip, reader, use.idx))
             else:
                 raise BlockedError(f"its reader {label(reader)} lets no map per channel through")

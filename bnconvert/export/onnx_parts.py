@@ -1,6 +1,6 @@
-"""Follow the channels of a value through ONNX operators that pick parts of it.
+"""Follow the channels of a value through ONNX operators that join values, and pick parts of them.
 
-Split, Slice and Gather by constants; places that they leave out hold no channel of the norm, -1.
+Concat; Split, Slice and Gather by constants. Places that hold no channel of the norm are -1.
 """
 
 from __future__ import annotations
@@ -8,43 +8,100 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from bnconvert.export.onnx_paths import BlockedError, Shapes, Track, label, shape_of
+from bnconvert.export.onnx_paths import BlockedError, Shapes, label, shape_of
+from bnconvert.fold.channels import UNTOUCHED, shrink
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    from torch import Tensor
 
 PARTS = frozenset({"Split", "Slice", "Gather"})
 """Operators of whose first input each output is a part."""
 
-_NONE = -1
+_CHANNEL_AXIS = 1
 
 
-def part_of(node: ir.Node, number: int, track: Track, shapes: Shapes) -> Track:
-    """Return the track on an output of the one on the first input.
+def through_concat(node: ir.Node, index: int, numbers: Tensor, shapes: Shapes) -> Tensor:
+    """Return the channel map of the output of a Concat from that of one input.
+
+    Raises:
+        BlockedError: It joins along another axis than that of the channels.
+    """
+    axis = _joined(node, shapes)
+    if not _is_axis_of(numbers, axis):
+        raise BlockedError(f"{label(node)} joins along another axis than that of its channels")
+    sizes = [shape_of(value, shapes)[axis] for value in node.inputs]
+    pieces = [_untouched(numbers, axis, size) for size in sizes]
+    pieces[index] = _expanded(numbers, axis, sizes[index])
+    return shrink(torch.cat(pieces, axis))
+
+
+def before_concat(node: ir.Node, index: int, numbers: Tensor, shapes: Shapes) -> Tensor:
+    """Return the channel map of one input of a Concat from that of its output."""
+    axis = _joined(node, shapes)
+    if numbers.shape[axis] == 1:
+        return numbers
+    sizes = [shape_of(value, shapes)[axis] for value in node.inputs]
+    return numbers.narrow(axis, sum(sizes[:index]), sizes[index])
+
+
+def part_of(node: ir.Node, number: int, numbers: Tensor, shapes: Shapes) -> Tensor:
+    """Return the channel map of an output from that of the first input.
 
     Args:
         node: A node whose operator is in `PARTS`.
         number: Which output.
-        track: On the first input.
+        numbers: The map of the first input.
         shapes: Shapes of the graph's values.
 
     Raises:
-        BlockedError: The part is not known, or has no single axis of channels.
+        BlockedError: Which part it is is not known.
     """
-    return Track(track.axis, track.channels[_places(node, number, track.axis, shapes)])
+    for axis in range(numbers.ndim):
+        places = torch.from_numpy(_places(node, number, axis, shapes).copy())
+        if numbers.shape[axis] > 1:
+            numbers = numbers.index_select(axis, places)
+    return shrink(numbers)
 
 
-def whole_of(node: ir.Node, number: int, track: Track, shapes: Shapes) -> Track:
-    """Return the track on the first input of the one on an output; arguments as `part_of`."""
-    places = _places(node, number, track.axis, shapes)
-    channels = np.full(shape_of(node.inputs[0], shapes)[track.axis], _NONE, dtype=np.int64)
-    channels[places] = track.channels
-    if not np.array_equal(channels[places], track.channels):
-        raise BlockedError(f"{label(node)} uses one channel as several")
-    if node.op_type == "Split" and _axis(node, shapes) != track.axis and len(node.outputs) > 1:
+def whole_of(node: ir.Node, number: int, numbers: Tensor, shapes: Shapes) -> Tensor:
+    """Return the channel map of the first input from that of an output; arguments as `part_of`."""
+    if (
+        node.op_type == "Split"
+        and len(node.outputs) > 1
+        and not _is_axis_of(numbers, _axis(node, shapes))
+    ):
         raise BlockedError(f"{label(node)} splits along another axis than that of its channels")
-    return Track(track.axis, channels)
+    given = shape_of(node.inputs[0], shapes)
+    for axis in range(numbers.ndim):
+        places = torch.from_numpy(_places(node, number, axis, shapes).copy())
+        if not _is_axis_of(numbers, axis):
+            continue
+        part = _expanded(numbers, axis, len(places))
+        numbers = _untouched(numbers, axis, given[axis]).index_copy(axis, places, part)
+        if not torch.equal(numbers.index_select(axis, places), part):
+            raise BlockedError(f"{label(node)} uses one channel as several")
+    return shrink(numbers)
+
+
+def _is_axis_of(numbers: Tensor, axis: int) -> bool:
+    """Whether channels lie along an axis; a single one lies along the usual axis."""
+    return numbers.shape[axis] > 1 or (numbers.numel() == 1 and axis == _CHANNEL_AXIS)
+
+
+def _expanded(numbers: Tensor, axis: int, size: int) -> Tensor:
+    return numbers.expand([size if at == axis else n for at, n in enumerate(numbers.shape)])
+
+
+def _untouched(numbers: Tensor, axis: int, size: int) -> Tensor:
+    shape = [size if at == axis else n for at, n in enumerate(numbers.shape)]
+    return numbers.new_full(shape, UNTOUCHED)
+
+
+def _joined(node: ir.Node, shapes: Shapes) -> int:
+    return node.attributes["axis"].as_int() % len(shape_of(node.outputs[0], shapes))
 
 
 def _places(node: ir.Node, number: int, axis: int, shapes: Shapes) -> np.ndarray:

@@ -1,8 +1,7 @@
-"""Follow the channels of a value through ONNX operators that only move data.
+"""Follow the channels of a value through ONNX operators that move or combine data.
 
-A `Track` says along which axis of a value the channels lie, and which channel each index of that
-axis belongs to. Reshape and Flatten may merge the channel axis with its neighbours, after which
-one channel owns several indices; whatever leaves no single axis is an error that says so.
+Where each channel lies is a channel map, as in `bnconvert.fold.channels`: the channel's number at
+each place, -1 where there is none, of size 1 along every axis where it does not change.
 
 Averages and interpolations let every map `scale * x + shift` per channel pass, as their weights
 add up to one, unless zeros of the padding take part; maxima let those pass whose scale is not
@@ -13,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
+from bnconvert.fold.channels import shrink
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx_ir as ir
+    from torch import Tensor
 
     from bnconvert.fold.algebra import Affine
 
@@ -33,54 +33,41 @@ _WINDOWS = _POOLS | _RESIZES | {"Pad"}
 _IN_PLACE = frozenset({"Identity", "Dropout", "Cast"}) | _WINDOWS
 
 MOVERS = _IN_PLACE | {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "ReduceMean"}
-"""Operators that a track can be followed through, from their first input to their output."""
+"""Operators that channels can be followed through, from their first input to their output."""
 
 
 class BlockedError(Exception):
     """Why a norm cannot go where it was tried; the text is the reason."""
 
 
-@dataclass(frozen=True)
-class Track:
-    """Where the channels of a value lie.
-
-    Attributes:
-        axis: The axis along which they lie.
-        channels: int64, one per index of that axis: the channel that it belongs to.
-    """
-
-    axis: int
-    channels: np.ndarray
-
-
-def follow(node: ir.Node, track: Track, shapes: Shapes, *, backward: bool) -> Track:
-    """Return the track on the other side of a mover.
+def follow(node: ir.Node, numbers: Tensor, shapes: Shapes, *, backward: bool) -> Tensor:
+    """Return the channel map on the other side of a mover.
 
     Args:
         node: A node whose operator is in `MOVERS`.
-        track: On its output when going backward, else on its first input.
+        numbers: The map of its output when going backward, else of its first input.
         shapes: Shapes of the graph's values.
         backward: From output to input.
 
     Raises:
-        BlockedError: No single axis holds the channels any more.
+        BlockedError: The operator mixes channels.
     """
-    if node.op_type in _POOLS and track.axis != 1:
+    given, result = (shape_of(value, shapes) for value in (node.inputs[0], node.outputs[0]))
+    spread = [axis for axis, size in enumerate(numbers.shape) if size > 1]
+    if node.op_type in _POOLS and any(axis > 1 for axis in spread):
         raise BlockedError(f"{label(node)} pools over its channels")
     if node.op_type in _RESIZES | {"Pad"}:
-        sizes = [shape_of(value, shapes)[track.axis] for value in (node.inputs[0], node.outputs[0])]
-        if sizes[0] != sizes[1] or _pads_axis(node, track.axis, shapes):
-            raise BlockedError(f"{label(node)} changes the channels")
+        for axis in spread:
+            if given[axis] != result[axis] or _pads_axis(node, axis, shapes):
+                raise BlockedError(f"{label(node)} changes the channels")
     if node.op_type in _IN_PLACE:
-        return track
-    given, result = (shape_of(value, shapes) for value in (node.inputs[0], node.outputs[0]))
+        return numbers
     if node.op_type == "Transpose":
-        return _transposed(node, track, len(given), backward)
+        return _transposed(node, numbers, backward)
     if node.op_type == "ReduceMean":
-        return _averaged(node, track, len(given), backward)
-    return (
-        _reshaped(node, track, result, given) if backward else _reshaped(node, track, given, result)
-    )
+        return _averaged(node, numbers, len(given), backward)
+    before, after = (result, given) if backward else (given, result)
+    return shrink(numbers.expand(before).reshape(after))
 
 
 def check_passage(node: ir.Node, affine: Affine) -> None:
@@ -182,37 +169,6 @@ def is_padded(node: ir.Node, kernel: Sequence[int] = ()) -> bool:
     return padding != "VALID" and not single
 
 
-def through_concat(node: ir.Node, index: int, track: Track, shapes: Shapes) -> Track:
-    """Return the track on the output of a Concat of one on its input; others have channel -1.
-
-    Raises:
-        BlockedError: It joins along another axis than that of the channels.
-    """
-    before, _, after = _widths(node, index, track, shapes)
-    edges = [np.full(width, -1, dtype=np.int64) for width in (before, after)]
-    return Track(track.axis, np.concatenate([edges[0], track.channels, edges[1]]))
-
-
-def before_concat(node: ir.Node, index: int, track: Track, shapes: Shapes) -> Track:
-    """Return the track on one input of a Concat of the one on its output."""
-    if _axis(node, shapes) != track.axis:
-        return track
-    before, own, _ = _widths(node, index, track, shapes)
-    return Track(track.axis, track.channels[before : before + own])
-
-
-def _axis(node: ir.Node, shapes: Shapes) -> int:
-    return node.attributes["axis"].as_int() % len(shape_of(node.outputs[0], shapes))
-
-
-def _widths(node: ir.Node, index: int, track: Track, shapes: Shapes) -> tuple[int, int, int]:
-    """Return the sizes along the channels before, in and after one input of a Concat."""
-    if _axis(node, shapes) != track.axis:
-        raise BlockedError(f"{label(node)} joins along another axis than that of its channels")
-    sizes = [shape_of(value, shapes)[track.axis] for value in node.inputs]
-    return sum(sizes[:index]), sizes[index], sum(sizes[index + 1 :])
-
-
 def shape_of(value: ir.Value | None, shapes: Shapes) -> tuple[int, ...]:
     """Return the shape of a value.
 
@@ -225,25 +181,25 @@ def shape_of(value: ir.Value | None, shapes: Shapes) -> tuple[int, ...]:
     return shapes[name]
 
 
-def _transposed(node: ir.Node, track: Track, rank: int, backward: bool) -> Track:
+def _transposed(node: ir.Node, numbers: Tensor, backward: bool) -> Tensor:
     given = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
-    perm = list(given) if given is not None else list(reversed(range(rank)))
-    axis = perm[track.axis] if backward else perm.index(track.axis)
-    return Track(axis, track.channels)
+    perm = list(given) if given is not None else list(reversed(range(numbers.ndim)))
+    return numbers.permute([perm.index(axis) for axis in range(len(perm))] if backward else perm)
 
 
-def _averaged(node: ir.Node, track: Track, rank: int, backward: bool) -> Track:
+def _averaged(node: ir.Node, numbers: Tensor, rank: int, backward: bool) -> Tensor:
     axes = _reduced_axes(node)
     if not axes:
         raise BlockedError(f"{label(node)} averages over axes that are not known, or all")
-    reduced = {axis % rank for axis in axes}
-    kept = [axis for axis in range(rank) if axis not in reduced]
+    reduced = sorted({axis % rank for axis in axes})
     keeps = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
     if not keeps and backward:
-        return Track(kept[track.axis], track.channels)
-    if track.axis in reduced:
+        for axis in reduced:
+            numbers = numbers.unsqueeze(axis)
+        return numbers
+    if any(numbers.shape[axis] > 1 for axis in reduced):
         raise BlockedError(f"{label(node)} averages over its channels")
-    return track if keeps else Track(kept.index(track.axis), track.channels)
+    return numbers if keeps else numbers.squeeze(reduced)
 
 
 def _reduced_axes(node: ir.Node) -> list[int]:
@@ -253,21 +209,6 @@ def _reduced_axes(node: ir.Node) -> list[int]:
     if given is None or given.const_value is None:
         return []
     return [int(axis) for axis in given.const_value.numpy().flatten()]
-
-
-def _reshaped(
-    node: ir.Node, track: Track, before: tuple[int, ...], after: tuple[int, ...]
-) -> Track:
-    outer, length = math.prod(before[: track.axis]), before[track.axis]
-    for axis, size in enumerate(after):
-        start = math.prod(after[:axis])
-        if size % length or outer % start:
-            continue
-        tiles = outer // start
-        if size % (tiles * length) == 0:
-            repeats = size // (tiles * length)
-            return Track(axis, np.tile(np.repeat(track.channels, repeats), tiles))
-    raise BlockedError(f"{label(node)} spreads its channels over several axes")
 
 
 def label(node: ir.Node) -> str:

@@ -15,8 +15,9 @@ import onnx_ir as ir
 import torch
 
 from bnconvert.export.onnx_constants import add_initializer, why_not_constant
-from bnconvert.export.onnx_paths import BlockedError, Shapes, Track, is_padded, label, shape_of
+from bnconvert.export.onnx_paths import BlockedError, is_padded, label
 from bnconvert.fold.algebra import Affine, Layout, absorb_after, absorb_before, cast
+from bnconvert.fold.channels import along
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +123,7 @@ def _attribute(node: ir.Node, name: str, default: float) -> float:
     return value
 
 
-def plan_after(node: ir.Node, affine: Affine, track: Track, shapes: Shapes) -> Callable[[], None]:
+def plan_after(node: ir.Node, affine: Affine, numbers: torch.Tensor) -> Callable[[], None]:
     """Return the edit that lets a node do what a map after it does.
 
     Raises:
@@ -131,44 +132,39 @@ def plan_after(node: ir.Node, affine: Affine, track: Track, shapes: Shapes) -> C
         BnconvertError: A new weight is not finite.
     """
     if node.op_type == "BatchNormalization":
-        return _plan_norm(node, affine, track)
+        return _plan_norm(node, affine, numbers)
     weights = read_weights(node)
-    _check_axis(node, track, weights.outputs, weights.axis, shape_of(node.outputs[0], shapes))
-    taken = affine.take(torch.from_numpy(track.channels))
+    taken = affine.take(_along(node, numbers, weights.axis, weights.outputs))
     return _store(node, *absorb_after(weights.weight, weights.bias, taken, weights.layout))
 
 
-def plan_before(node: ir.Node, affine: Affine, track: Track, shapes: Shapes) -> Callable[[], None]:
+def plan_before(node: ir.Node, affine: Affine, numbers: torch.Tensor) -> Callable[[], None]:
     """Return the edit that lets a node do what a map before it does; errors as `plan_after`."""
     if node.op_type not in {"Conv", "Gemm", "MatMul"}:
         raise BlockedError(f"its reader {label(node)} does not take it up")
     weights = read_weights(node)
     if node.op_type == "Gemm" and _attribute(node, "transA", 0):
         raise BlockedError(f"its reader {label(node)} transposes its input")
-    source = node.inputs[1 - weight_place(node)] if node.op_type == "MatMul" else node.inputs[0]
-    _check_axis(node, track, weights.inputs, weights.axis, shape_of(source, shapes))
-    taken = affine.take(torch.from_numpy(track.channels))
+    taken = affine.take(_along(node, numbers, weights.axis, weights.inputs))
     padded = node.op_type == "Conv" and is_padded(node, weights.weight.shape[2:])
     if padded and bool((taken.shift != 0).any()):
         raise BlockedError(f"its reader {label(node)} pads with zeros")
     return _store(node, *absorb_before(weights.weight, weights.bias, taken, weights.layout))
 
 
-def _check_axis(
-    node: ir.Node, track: Track, channels: int, axis: int, shape: tuple[int, ...]
-) -> None:
-    if len(shape) < -axis or track.axis != axis % len(shape) or len(track.channels) != channels:
+def _along(node: ir.Node, numbers: torch.Tensor, axis: int, channels: int) -> torch.Tensor:
+    found = along(numbers, axis, channels) if numbers.ndim >= -axis else None
+    if found is None:
         raise BlockedError(f"its channels do not lie along those of {label(node)}")
+    return found
 
 
-def _plan_norm(node: ir.Node, affine: Affine, track: Track) -> Callable[[], None]:
+def _plan_norm(node: ir.Node, affine: Affine, numbers: torch.Tensor) -> Callable[[], None]:
     """`after.scale * (g * n + b) + after.shift`: only weight and bias of the first norm change."""
     weight, bias = constant(node.inputs[1]), constant(node.inputs[2])
     if weight is None or bias is None:
         raise BlockedError(_unknown(node, "weight", node.inputs[1 if weight is None else 2]))
-    if len(track.channels) != len(weight):
-        raise BlockedError(f"its channels are not those of {label(node)}")
-    taken = affine.take(torch.from_numpy(track.channels))
+    taken = affine.take(_along(node, numbers, _CHANNEL_AXIS, len(weight)))
     own = Affine(weight.double(), bias.double()).then(taken)
     return _store(node, own.scale, own.shift)
 
