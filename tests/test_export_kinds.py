@@ -255,6 +255,19 @@ def test_newer_operators_are_put_in_older_terms(tmp_path: Path, opset: int) -> N
     assert not {"HardSwish", "Identity"} & {node.op_type for node in graph.graph.node} or opset > 13
 
 
+@pytest.mark.parametrize("opset", [9, 11, 12])
+def test_softmax_along_an_axis_and_resizing_reach_older_opsets(tmp_path: Path, opset: int) -> None:
+    """Older Softmax normalises over all axes from the given one on; Resize came with opset 10."""
+
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.softmax(1) + x.log_softmax(-1)
+            return y if opset < 11 else nn.functional.interpolate(y, scale_factor=2.0)
+
+    report = export_onnx(Attends(), tmp_path / "m.onnx", IMAGES, opset=opset)
+    assert report.opset == opset
+
+
 def test_older_opset_that_lacks_an_operator_is_refused(tmp_path: Path) -> None:
     net = nn.Sequential(nn.BatchNorm2d(3), nn.GELU()).eval()
     refusal = r"^opset: .* cannot be expressed in opset 8 \(.*Erf.*; choose 9 or higher$"

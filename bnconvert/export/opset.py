@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import version_converter
 from onnx_ir.passes import common
 
 from bnconvert.errors import BnconvertError, first_line
+from bnconvert.export.onnx_constants import add_initializer
 
 DEFAULT_OPSET = 18
 _OLDEST = 7
 """The oldest that onnxruntime runs."""
+
+_SOFTMAX_OF_ONE_AXIS = 13
+"""The opset in which Softmax came to normalise along one axis."""
+
+_EMPTY = np.zeros(0, np.float32)
 
 _FREE_INITIALIZERS = 4
 """The oldest version of the file format in which initializers need not be inputs as well."""
@@ -81,6 +88,8 @@ def _lowered(model: ir.Model, opset: int) -> ir.Model:
 
 
 def _one_lower(model: ir.Model, opset: int) -> ir.Model:
+    if opset < _SOFTMAX_OF_ONE_AXIS <= model.opset_imports[""]:
+        _normalise_last_axes(model)
     try:
         return _converted(model, opset)
     except Exception as error:  # as in `_raised`
@@ -108,6 +117,7 @@ def _relabelled(model: ir.Model, opset: int) -> ir.Model:
     _spell_out(model, opset)
     _drop_new_attributes(model, opset)
     _inputs_to_attributes(model, opset)
+    _fill_inputs(model, opset)
     proto = ir.serde.serialize_model(model)
     next(entry for entry in proto.opset_import if not entry.domain).version = opset
     return _checked(proto)
@@ -136,6 +146,60 @@ def _drop_new_attributes(model: ir.Model, opset: int) -> None:
                 node.attributes.pop(name)
         if node.op_type == "Split" and "num_outputs" not in known and len(older.inputs) > 1:
             _split_by_sizes(model, node)
+
+
+def _normalise_last_axes(model: ir.Model) -> None:
+    """Let each Softmax work on the last axis, where its older versions mean the same.
+
+    Those normalise over all axes from the given one on; neither converter nor checker sees it.
+    """
+    for node in list(model.graph):
+        if node.domain or node.op_type not in {"Softmax", "LogSoftmax", "Hardmax"}:
+            continue
+        source, result = node.inputs[0], node.outputs[0]
+        if source is None or source.shape is None:
+            raise BnconvertError(f"the rank of the input of {node.name} is not known")
+        rank = len(source.shape)
+        axis = (node.attributes["axis"].as_int() if "axis" in node.attributes else -1) % rank
+        node.attributes["axis"] = ir.AttrInt64("axis", rank - 1)
+        if axis == rank - 1:
+            continue
+        perm = [*(each for each in range(rank) if each != axis), axis]
+        shape = ir.Shape([source.shape[each] for each in perm])
+        before = _transpose(source, perm, f"{node.name}_last", shape)
+        model.graph.insert_before(node, before)
+        node.replace_input_with(0, before.outputs[0])
+        inner = ir.Value(name=f"{node.name}_normalised", type=result.type, shape=shape)
+        back = [perm.index(each) for each in range(rank)]
+        after = _transpose(inner, back, result.name or "", result.shape)
+        result.replace_all_uses_with(after.outputs[0], replace_graph_outputs=True)
+        result.name = inner.name
+        result.shape = shape
+        after.replace_input_with(0, result)
+        model.graph.insert_after(node, after)
+
+
+def _transpose(source: ir.Value, perm: list[int], name: str, shape: ir.Shape | None) -> ir.Node:
+    result = ir.Value(name=name, type=source.type, shape=shape)
+    attributes = [ir.AttrInt64s("perm", perm)]
+    return ir.Node(
+        "", "Transpose", [source], attributes, outputs=[result], name=f"{name}/Transpose"
+    )
+
+
+def _fill_inputs(model: ir.Model, opset: int) -> None:
+    """Give a Resize the empty inputs that its older version wants where the newer wants none."""
+    for node in model.graph.all_nodes():
+        if node.domain or node.op_type != "Resize":
+            continue
+        formals = onnx.defs.get_schema("Resize", opset).inputs
+        for index, source in enumerate(node.inputs):
+            if (
+                source is None
+                and formals[index].option == onnx.defs.OpSchema.FormalParameterOption.Single
+            ):
+                empty = add_initializer(model.graph, f"{node.name}_{formals[index].name}", _EMPTY)
+                node.replace_input_with(index, empty)
 
 
 def _spell_out(model: ir.Model, opset: int) -> None:

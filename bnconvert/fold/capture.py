@@ -58,8 +58,8 @@ def refuse_training_mode(model: nn.Module) -> None:
     if training:
         more = f" and {len(training) - _NAMED} more" if len(training) > _NAMED else ""
         raise BnconvertError(
-            f"fold: {', '.join(training[:_NAMED])}{more}: in training mode, where BatchNorm "
-            "normalises by the batch; call model.eval() first"
+            f"fold: {', '.join(training[:_NAMED])}{more}: in training mode, which folding is "
+            "not for; call model.eval() first"
         )
 
 
