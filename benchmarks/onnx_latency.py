@@ -4,8 +4,8 @@
 
 One thread, batch 1 and 8, all of onnxruntime's own rewrites on. The files of one model are run in
 turn, so that a busy machine slows all of them. Ratio: a peer / ours, the median over the rounds,
-and of all peers the lowest; above 1 where ours is faster. The last column is our own file, opened a second time, against itself:
-how far from 1 noise alone goes. See benchmarks/onnx_peers.py for the
+and of all peers the lowest; above 1 where ours is faster. The last column is our own file, opened a
+second time, against itself: how far from 1 noise alone goes. See benchmarks/onnx_peers.py for the
 peers.
 """
 
