@@ -174,6 +174,11 @@ def test_an_input_that_is_an_output_keeps_its_name(
     assert capfd.readouterr() == ("", "")
 
 
+class Attends(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 class NotFinite(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / 0
@@ -193,6 +198,11 @@ class NotFinite(nn.Module):
             lambda: nn.Sequential(nn.Identity(), Eigenvalues()),
             torch.randn(2, 3, 3),
             r"^1: aten.linalg_eig has no translation .*test_export_onnx.py",
+        ),
+        (
+            Attends,
+            torch.randn(2, 5, 4),
+            r"^model: aten.scaled_dot_product_attention is not .*only 4D .*test_export_onnx.py",
         ),
         (FixedBatch, torch.randn(2, 3, 4), r"capture: the model fixes a dimension"),
         (BatchLast, IMAGES.permute(1, 2, 3, 0), r"^dynamic_batch: .*with dynamic_batch=False$"),

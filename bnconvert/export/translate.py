@@ -70,6 +70,7 @@ _SQRT_2 = 2.0**0.5
 _AXIS_NAMES = {0: "batch", 2: "height", 3: "width"}
 _GENERATED = re.compile(r"[^.]*_\d+")  # names that torch counts up, not names of weights
 _UNTRANSLATED = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_FAILING = re.compile(r"Error when translating node .*target=([\w.]+)")
 _WORD = re.compile(r"\w+")
 _SCOPES = "pkg.torch.onnx.name_scopes"  # torch writes each node's module path there
 
@@ -109,19 +110,27 @@ def translate(program: ExportedProgram, opset: int, outputs: Sequence[str]) -> i
 
 
 def _why(error: BaseException, program: ExportedProgram) -> str:
-    """Return what the innermost error says, and for an unknown operation where it comes from."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    unknown = _UNTRANSLATED.search(str(error))
-    if not unknown:
-        return f"export: torch's translation fails: {first_line(error)}"
-    op = unknown[1]
-    for node in program.run_decompositions().graph.nodes:
+    """Return what the innermost error says, and which operation it is about, from where."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    innermost = chain[-1]
+    unknown = _UNTRANSLATED.search(str(innermost))
+    if unknown:
+        name, problem = unknown[1], "has no translation to ONNX"
+    else:
+        failing = next((found for each in chain if (found := _FAILING.search(str(each)))), None)
+        if failing is None:
+            return f"export: torch's translation fails: {first_line(innermost)}"
+        name = failing[1].removeprefix("torch.ops.")
+        problem = f"is not translated to ONNX: {first_line(innermost)}"
+    op = name.removesuffix(".default")
+    for node in (*program.graph.nodes, *program.run_decompositions().graph.nodes):
         if str(node.target).startswith(op):
             places = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
             where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-            return f"{layer_of(node) or 'model'}: {op} has no translation to ONNX{where}"
-    return f"export: {op} has no translation to ONNX"
+            return f"{layer_of(node) or 'model'}: {op} {problem}{where}"
+    return f"export: {op} {problem}"
 
 
 def _clean(model: ir.Model) -> None:
