@@ -272,6 +272,13 @@ def test_a_chain_of_norms_composes_into_the_first_when_nothing_else_takes_it() -
     check_folds(model, image(), folded=1, left=1)
 
 
+@pytest.mark.parametrize("edges", [0, (-1, 0, 0, -2)])
+def test_padding_that_adds_nothing_lets_a_map_through(edges: Any) -> None:
+    pad = nn.ZeroPad2d(edges)
+    check_folds(nn.Sequential(nn.Conv2d(6, 4, 3), pad, nn.BatchNorm2d(4)), image())
+    check_folds(nn.Sequential(nn.BatchNorm2d(6), pad, nn.Conv2d(6, 4, 3)), image())
+
+
 def test_counted_padding_and_own_divisors_block() -> None:
     for pool in (nn.AvgPool2d(3, padding=1), nn.AvgPool2d(2, divisor_override=3)):
         model = nn.Sequential(nn.Conv2d(6, 4, 3), pool, nn.BatchNorm2d(4), nn.GELU())

@@ -106,18 +106,21 @@ def _pads_axis(node: ir.Node, axis: int, shapes: Shapes) -> bool:
     if node.op_type != "Pad":
         return False
     rank = len(shape_of(node.inputs[0], shapes))
-    if "pads" in node.attributes:
-        edges = list(node.attributes["pads"].as_ints())
-    else:
-        known = _known(node, 1)
-        if known is None:
-            return True
-        edges = known.tolist()
+    edges = _pads(node)
+    if edges is None:
+        return True
     axes = list(range(rank)) if len(node.inputs) < 4 or node.inputs[3] is None else _known(node, 3)
     if axes is None or len(edges) != 2 * len(axes):
         return True
     places = [place for place, each in enumerate(axes) if each % rank == axis]
     return any(edges[place] or edges[place + len(axes)] for place in places)
+
+
+def _pads(node: ir.Node) -> list[int] | None:
+    if "pads" in node.attributes:
+        return list(node.attributes["pads"].as_ints())
+    known = _known(node, 1)
+    return None if known is None else [int(edge) for edge in known]
 
 
 def _known(node: ir.Node, place: int) -> np.ndarray | None:
@@ -130,7 +133,9 @@ def _known(node: ir.Node, place: int) -> np.ndarray | None:
 
 def _check_pad(node: ir.Node, affine: Affine) -> None:
     """Copies of values at the edge are mapped with them; constants are not."""
-    if _text(node, "mode", "constant") != "constant":
+    edges = _pads(node)
+    crops = edges is not None and all(edge <= 0 for edge in edges)
+    if crops or _text(node, "mode", "constant") != "constant":
         return
     given = node.inputs[2] if len(node.inputs) > 2 else None
     value = node.attributes["value"].as_float() if "value" in node.attributes else 0.0

@@ -151,8 +151,10 @@ def _pad(graph: FoldGraph, node: fx.Node, motion: Motion) -> Passage:
     }
     if not constant:
         return MovesData()
+    edges: Any = node.args[1]
+    crops = all(isinstance(edge, int) and edge <= 0 for edge in edges)
     value = _argument(node, 2 if operation(node) == "constant_pad_nd" else 3, "value") or 0.0
-    if value != 0 or motion.shifts:
+    if not crops and (value != 0 or motion.shifts):
         raise BlockedError(f"{describe(node)} pads with the constant {value:g}, which is not moved")
     padded = len(graph.concrete(node.args[1])) // 2
     return Mixes(_last(graph, node, padded))
