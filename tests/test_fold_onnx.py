@@ -336,13 +336,19 @@ def test_the_long_name_of_the_domain_is_read(tmp_path: Path) -> None:
     assert not fold_onnx(source, tmp_path / "out.onnx").left
 
 
+def test_two_norms_go_into_one_matrix_product(tmp_path: Path) -> None:
+    g = Graph()
+    rows = g.norm(g.call("Flatten", g.norm(g.call("Relu", "x"))), C * 64)
+    y = g.norm(g.call("MatMul", rows, g.weight(C * 64, 5)), 5)
+    assert not fold_onnx(g.save(tmp_path / "in.onnx", [y]), tmp_path / "out.onnx").left
+
+
 def test_padding_that_only_crops_is_passed(tmp_path: Path) -> None:
-    """Which onnx's reference does not run, so that onnxruntime alone proves it."""
     g = Graph()
     y = g.call("Pad", conv(g, "x"), g.ints(0, 0, -1, 0, 0, 0, 0, -2))
     report = fold_onnx(g.save(tmp_path / "in.onnx", [g.norm(y)]), tmp_path / "out.onnx")
     assert not report.left
-    assert report.float64 is None
+    assert report.float64 is None  # onnx's reference does not run it
 
 
 def test_upsample_of_old_opsets_is_passed(tmp_path: Path) -> None:

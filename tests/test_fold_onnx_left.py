@@ -100,6 +100,12 @@ def left_sum_with_the_input(g: Graph) -> list[str]:
     return [g.norm(g.call("Add", conv(g, "x", pads=[1, 1, 1, 1]), "x"))]
 
 
+def left_swapped_halves(g: Graph) -> list[str]:
+    first = g.call("Split", conv(g, "x"), g.ints(2, 4), axis=1)
+    g.nodes[-1].output.append("second")
+    return [g.norm(g.call("Concat", "second", first, axis=1))]
+
+
 def left_crop(g: Graph) -> list[str]:
     roi = g.floats(0, 0, -0.5, -0.5, 1, 1, 1.5, 1.5)
     how = {"coordinate_transformation_mode": "tf_crop_and_resize", "mode": "linear"}
@@ -180,6 +186,7 @@ def left_graph_input(g: Graph) -> list[str]:
         (left_random, "v1 is computed, by operators that cannot be computed beforehand"),
         (left_sum_of_one_twice, "Add n1 reads the output of Conv n0 twice"),
         (left_sum_with_the_input, "its input is an input of the graph"),
+        (left_swapped_halves, "Split n1 is reached on two ways"),
         (left_crop, "Resize n1 fills in a constant outside its input"),
         (left_row_bias, "the bias of Gemm n2 differs from row to row"),
         (left_graph_input, "its input is an input of the graph"),

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bnconvert import plan_fold_batchnorm
-from bnconvert.errors import VerificationError
 from bnconvert.fold import batchnorm
 from bnconvert.testing import randomize_batchnorm
 
@@ -68,7 +67,7 @@ def test_what_another_size_would_read_is_left_and_the_rest_folds(case: str) -> N
     (left,) = plan.report.left
     assert (left.name, left.reason) == (
         "bn",
-        "the forward takes another path for inputs of another size",
+        "the forward reads something else where inputs have another size",
     )
     plan.apply()
     with torch.no_grad():
@@ -76,11 +75,33 @@ def test_what_another_size_would_read_is_left_and_the_rest_folds(case: str) -> N
             torch.testing.assert_close(model(x), wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_a_fold_that_is_wrong_at_other_sizes_is_refused_where_nothing_may_be_left(
+def test_where_the_norms_are_too_many_to_look_for_all_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batchnorm, "_MOST_KEPT", 0)
+    monkeypatch.setattr(batchnorm, "_MOST_FOUND", 0)
     model = PadsOdd().eval()
     randomize_batchnorm(model)
-    with pytest.raises(VerificationError, match="on inputs of another size than the example's"):
-        plan_fold_batchnorm(model, torch.randn(2, 4, 8, 8))
+    report = plan_fold_batchnorm(model, torch.randn(2, 4, 8, 8)).report
+    assert len(report.left) == len(report.layers) == 2
+
+
+class FailsAlone(nn.Module):
+    """Takes another way for single images, on which the folded model would not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        if x.shape[0] > 1:
+            return self.bn(y)  # type: ignore[no-any-return]
+        mean = getattr(self.bn, "running_mean", torch.zeros(3))
+        return F.batch_norm(y, mean, torch.ones(4, dtype=y.dtype))
+
+
+def test_a_folded_model_that_does_not_run_at_another_size_leaves_the_norm() -> None:
+    model = FailsAlone().eval()
+    randomize_batchnorm(model)
+    report = plan_fold_batchnorm(model, torch.randn(2, 3, 8, 8)).report
+    assert len(report.left) == 1

@@ -65,7 +65,7 @@ def fold_graph(model: ir.Model, shapes: Shapes) -> Report:
         common.RemoveInitializersFromInputsPass()(model)
         model.ir_version = _OPTIONAL_INITIALIZER_INPUTS
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    compute_weights(model, SITES)
+    compute_weights(model, SITES | MOVERS | PARTS)
     entries: dict[ir.Node, LayerReport] = {}
     norms = [node for node in model.graph if node.op_type == _NORM and not node.domain]
     progress = True
@@ -158,6 +158,7 @@ def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
     numbers = _channels_of(node, affine, shapes)
     edits: list[Callable[[], None]] = []
     into: list[str] = []
+    seen: set[ir.Node] = set()
     pending = [(node, node.inputs[0], affine, numbers)]
     while pending:
         reader, value, affine, numbers = pending.pop()
@@ -165,6 +166,9 @@ def _plan_backward(node: ir.Node, affine: Affine, shapes: Shapes) -> _Plan:
         if value is None or producer is None:
             raise BlockedError("its input is an input of the graph")
         _check_only_reader(value, producer, reader)
+        if producer in seen:
+            raise BlockedError(f"{label(producer)} is reached on two ways")
+        seen.add(producer)
         if producer.op_type in SITES and not producer.domain:
             edits.append(plan_after(producer, affine, numbers))
             into.append(label(producer))

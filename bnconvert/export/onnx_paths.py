@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each value by name, as it was in one run of the graph."""
 
+UNSHIFTED = "_unshifted"
+"""End of the name of a result to which folding adds a shift; it has the shape of the sum."""
+
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 _POOLS = frozenset({"AveragePool", "GlobalAveragePool"}) | _MAXIMA
 _RESIZES = frozenset({"Resize", "Upsample"})
@@ -181,6 +184,8 @@ def shape_of(value: ir.Value | None, shapes: Shapes) -> tuple[int, ...]:
         BlockedError: It was not seen in the run, as for values inside branches.
     """
     name = value.name if value is not None else None
+    while name is not None and name not in shapes and name.endswith(UNSHIFTED):
+        name = name.removesuffix(UNSHIFTED)
     if name is None or name not in shapes:
         raise BlockedError(f"the shape of {name or 'an input'} is not known")
     return shapes[name]

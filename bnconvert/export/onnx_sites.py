@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 
 from bnconvert.export.onnx_constants import add_initializer, why_not_constant
-from bnconvert.export.onnx_paths import BlockedError, is_padded, label
+from bnconvert.export.onnx_paths import UNSHIFTED, BlockedError, is_padded, label
 from bnconvert.fold.algebra import Affine, Layout, absorb_after, absorb_before, cast
 from bnconvert.fold.channels import along
 
@@ -203,6 +203,6 @@ def _add_after(graph: ir.Graph, node: ir.Node, bias: ir.Value) -> None:
     result = node.outputs[0]
     total = ir.Value(name=result.name, type=result.type, shape=result.shape)
     result.replace_all_uses_with(total, replace_graph_outputs=True)
-    result.name = f"{total.name}_unshifted"
-    name = f"{node.name or result.name}/Add"
+    result.name = f"{total.name}{UNSHIFTED}"
+    name = f"{total.name}/Add"
     graph.insert_after(node, ir.Node("", "Add", [result, bias], outputs=[total], name=name))

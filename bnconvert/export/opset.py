@@ -153,12 +153,13 @@ def _normalise_last_axes(model: ir.Model) -> None:
 
     Those normalise over all axes from the given one on; neither converter nor checker sees it.
     """
-    for node in list(model.graph):
+    for node in list(model.graph.all_nodes()):
         if node.domain or node.op_type not in {"Softmax", "LogSoftmax", "Hardmax"}:
             continue
         source, result = node.inputs[0], node.outputs[0]
-        if source is None or source.shape is None:
-            raise BnconvertError(f"the rank of the input of {node.name} is not known")
+        name = node.name or result.name
+        if node.graph is not model.graph or source is None or source.shape is None:
+            raise BnconvertError(f"{node.op_type} {name} is in a branch, or of unknown rank")
         rank = len(source.shape)
         axis = (node.attributes["axis"].as_int() if "axis" in node.attributes else -1) % rank
         node.attributes["axis"] = ir.AttrInt64("axis", rank - 1)
@@ -166,10 +167,10 @@ def _normalise_last_axes(model: ir.Model) -> None:
             continue
         perm = [*(each for each in range(rank) if each != axis), axis]
         shape = ir.Shape([source.shape[each] for each in perm])
-        before = _transpose(source, perm, f"{node.name}_last", shape)
+        before = _transpose(source, perm, f"{name}_last", shape)
         model.graph.insert_before(node, before)
         node.replace_input_with(0, before.outputs[0])
-        inner = ir.Value(name=f"{node.name}_normalised", type=result.type, shape=shape)
+        inner = ir.Value(name=f"{name}_normalised", type=result.type, shape=shape)
         back = [perm.index(each) for each in range(rank)]
         after = _transpose(inner, back, result.name or "", result.shape)
         result.replace_all_uses_with(after.outputs[0], replace_graph_outputs=True)

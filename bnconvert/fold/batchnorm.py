@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_OTHER_PATH = "the forward takes another path for inputs of another size"
-_MOST_KEPT = 16
+_OTHER_PATH = "the forward reads something else where inputs have another size"
+_MOST_FOUND = 4
+"""Norms that are looked for one by one; if that is not enough, every norm is left."""
 
 
 def fold_batchnorm(
@@ -137,8 +138,11 @@ def _proved(folding: TreeFold, rewrite_activations: bool, before: Any) -> tuple[
         except VerificationError as error:
             if trusts_numbers and folding.graph.uses_numbers:
                 trusts_numbers = False
-            elif isinstance(error, OtherSizeError) and len(kept) < _MOST_KEPT:
-                kept[_culprit(folding, kept, rewrite_activations, before)] = _OTHER_PATH
+            elif isinstance(error, OtherSizeError) and folding.folded:
+                if list(kept.values()).count(_OTHER_PATH) < _MOST_FOUND:
+                    kept[_culprit(folding, kept, rewrite_activations, before)] = _OTHER_PATH
+                else:
+                    kept.update(dict.fromkeys(folding.folded, _OTHER_PATH))
             else:
                 raise
         folding = folding.again(kept, trusts_numbers=trusts_numbers)

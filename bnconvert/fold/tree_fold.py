@@ -19,7 +19,9 @@ from bnconvert.fold.norms import BatchCall, NormCall, find_norms
 from bnconvert.fold.planner import Group, Planner
 from bnconvert.fold.proof import (
     LIMIT,
+    OtherSizeError,
     Proof,
+    ReadsLayerError,
     failed_proof,
     first_difference,
     other_sizes,
@@ -208,7 +210,8 @@ class TreeFold:
                     wide.append(other)
             for edit in self.edits:
                 edit.apply(trial)
-            folded = [run_folded(trial, argument, _IN_FLOAT64) for argument in wide]
+            folded = [run_folded(trial, argument, _IN_FLOAT64) for argument in wide[: len(inputs)]]
+            folded += [_run_other(trial, argument) for argument in wide[len(inputs) :]]
             differences = list(map(relative_difference, originals, folded))
             largest = max(differences)
             if not largest <= LIMIT:
@@ -246,6 +249,16 @@ class TreeFold:
             *(functools.partial(_outside_inference, edit, self.model) for edit in self.edits),
             functools.partial(record, self.model, self.edits),
         ]
+
+
+def _run_other(trial: nn.Module, arguments: Arguments) -> Any:
+    """Run a folded model on inputs of another size, on which the original ran."""
+    try:
+        return run_folded(trial, arguments, _IN_FLOAT64)
+    except ReadsLayerError:
+        raise
+    except BnconvertError as error:
+        raise OtherSizeError(str(error)) from error
 
 
 def _outside_inference(edit: TreeEdit, model: nn.Module) -> Undo:
