@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
 _QUANTISED = frozenset({"DequantizeLinear", "DequantizeBFP"})
 _RANDOM = frozenset(
@@ -47,6 +47,16 @@ def compute_weights(model: ir.Model, readers: Collection[str]) -> None:
             node.replace_input_with(index, stored[value])
 
 
+def constant_array(value: ir.Value | None) -> np.ndarray | None:
+    """Return the values of a constant, or None for anything else.
+
+    An initializer that is also an input of the graph is none: a caller may replace it.
+    """
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    return value.const_value.numpy()
+
+
 def why_not_constant(value: ir.Value) -> str:
     """Return why the values are not known, as a sentence that starts with the value's name."""
     if value.is_graph_input() and value.const_value is not None:
@@ -56,7 +66,7 @@ def why_not_constant(value: ir.Value) -> str:
         )
     if value.producer() is None:
         return f"{value.name} is an input of the graph"
-    nodes = list(_ancestors(value))
+    nodes = _ancestors(value)
     if any(node.op_type in _QUANTISED for node in nodes):
         return f"{value.name} is quantised"
     if any(given is not None and given.is_graph_input() for n in nodes for given in n.inputs):
@@ -85,7 +95,7 @@ class _Constants:
 
     def compute(self, value: ir.Value) -> np.ndarray | None:
         """Return the values of a fixed result; None where onnx's reference does not run."""
-        for node in reversed(list(_ancestors(value))):  # producers before their readers
+        for node in _ancestors(value):
             if any(output not in self._arrays for output in node.outputs):
                 results = self._run(node)
                 self._arrays.update(zip(node.outputs, results, strict=True))
@@ -110,21 +120,21 @@ class _Constants:
         return self._arrays[value] if stored is None else np.array(stored.numpy())
 
 
-def _ancestors(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield what a value is computed by, each node before all that it reads from."""
-    order: list[ir.Node] = []
-    seen: set[ir.Node] = set()
-    waiting: list[tuple[ir.Node, bool]] = [(n, False) for n in [value.producer()] if n is not None]
+def _ancestors(value: ir.Value) -> list[ir.Node]:
+    """Return the nodes that a value is computed by, producers before their readers."""
+    order: dict[ir.Node, None] = {}
+    entered: set[ir.Node] = set()
+    waiting = [value.producer()]
     while waiting:
-        node, done = waiting.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            sources = (given.producer() for given in node.inputs if given is not None)
-            waiting += [(source, False) for source in sources if source is not None]
-    return reversed(order)
+        node = waiting[-1]
+        if node is None or node in entered:
+            waiting.pop()
+            if node is not None:
+                order.setdefault(node)
+            continue
+        entered.add(node)
+        waiting += [given.producer() for given in node.inputs if given is not None]
+    return list(order)
 
 
 def _is_deterministic(node: ir.Node) -> bool:

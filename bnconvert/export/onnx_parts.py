@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from bnconvert.export.onnx_constants import constant_array
 from bnconvert.export.onnx_paths import BlockedError, Shapes, label, shape_of
 from bnconvert.fold.channels import UNTOUCHED, shrink
 
@@ -114,7 +115,7 @@ def _places(node: ir.Node, number: int, axis: int, shapes: Shapes) -> np.ndarray
     if node.op_type == "Split":
         sizes = [shape_of(value, shapes)[axis] for value in node.outputs]
         return np.split(every, np.cumsum(sizes)[:-1])[number]
-    indices = _constant(node, 1)
+    indices = constant_array(node.inputs[1])
     if indices is None or indices.ndim != 1:
         raise BlockedError(f"{label(node)} gathers by indices that are not known, or not in a row")
     places: np.ndarray = every[indices]
@@ -143,17 +144,10 @@ def _argument(node: ir.Node, place: int, name: str) -> list[int] | None:
         return list(node.attributes[name].as_ints())
     if len(node.inputs) <= place or node.inputs[place] is None:
         return None
-    found = _constant(node, place)
+    found = constant_array(node.inputs[place])
     if found is None:
         raise BlockedError(f"{label(node)} slices at places that are not known")
     return [int(number) for number in found.flatten()]
-
-
-def _constant(node: ir.Node, place: int) -> np.ndarray | None:
-    value = node.inputs[place] if len(node.inputs) > place else None
-    if value is None or value.const_value is None or value.is_graph_input():
-        return None
-    return value.const_value.numpy()
 
 
 def _axis(node: ir.Node, shapes: Shapes) -> int:

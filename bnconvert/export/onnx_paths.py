@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from bnconvert.export.onnx_constants import constant_array
 from bnconvert.fold.channels import shrink
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnx_ir as ir
     from torch import Tensor
 
@@ -112,7 +112,9 @@ def _pads_axis(node: ir.Node, axis: int, shapes: Shapes) -> bool:
     edges = _pads(node)
     if edges is None:
         return True
-    axes = list(range(rank)) if len(node.inputs) < 4 or node.inputs[3] is None else _known(node, 3)
+    axes = (
+        list(range(rank)) if len(node.inputs) < 4 or node.inputs[3] is None else _numbers(node, 3)
+    )
     if axes is None or len(edges) != 2 * len(axes):
         return True
     places = [place for place, each in enumerate(axes) if each % rank == axis]
@@ -122,16 +124,13 @@ def _pads_axis(node: ir.Node, axis: int, shapes: Shapes) -> bool:
 def _pads(node: ir.Node) -> list[int] | None:
     if "pads" in node.attributes:
         return list(node.attributes["pads"].as_ints())
-    known = _known(node, 1)
-    return None if known is None else [int(edge) for edge in known]
+    return _numbers(node, 1)
 
 
-def _known(node: ir.Node, place: int) -> np.ndarray | None:
-    """Return the values of a constant input, in a row."""
-    value = node.inputs[place] if len(node.inputs) > place else None
-    if value is None or value.const_value is None or value.is_graph_input():
-        return None
-    return value.const_value.numpy().flatten()
+def _numbers(node: ir.Node, place: int) -> list[int] | None:
+    """Return the whole numbers of a constant input."""
+    known = constant_array(node.inputs[place]) if len(node.inputs) > place else None
+    return None if known is None else [int(number) for number in known.flatten()]
 
 
 def _check_pad(node: ir.Node, affine: Affine) -> None:
@@ -143,7 +142,8 @@ def _check_pad(node: ir.Node, affine: Affine) -> None:
     given = node.inputs[2] if len(node.inputs) > 2 else None
     value = node.attributes["value"].as_float() if "value" in node.attributes else 0.0
     if given is not None:
-        value = math.nan if given.const_value is None else float(given.const_value.numpy().item())
+        known = constant_array(given)
+        value = math.nan if known is None else float(known.item())
     if value != 0 or bool(affine.shift.any()):
         raise BlockedError(f"{label(node)} pads with a constant, which the map would change")
 
@@ -215,10 +215,7 @@ def _averaged(node: ir.Node, numbers: Tensor, rank: int, backward: bool) -> Tens
 def _reduced_axes(node: ir.Node) -> list[int]:
     if "axes" in node.attributes:
         return list(node.attributes["axes"].as_ints())
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    if given is None or given.const_value is None:
-        return []
-    return [int(axis) for axis in given.const_value.numpy().flatten()]
+    return _numbers(node, 1) or []
 
 
 def label(node: ir.Node) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from bnconvert.export.onnx_constants import add_initializer, why_not_constant
+from bnconvert.export.onnx_constants import add_initializer, constant_array, why_not_constant
 from bnconvert.export.onnx_paths import UNSHIFTED, BlockedError, is_padded, label
 from bnconvert.fold.algebra import Affine, Layout, absorb_after, absorb_before, cast
 from bnconvert.fold.channels import along
@@ -27,14 +27,11 @@ _CHANNEL_AXIS = 1
 
 
 def constant(value: ir.Value | None) -> torch.Tensor | None:
-    """Return the values of a constant, or None for anything else.
-
-    An initializer that is also an input of the graph is none: a caller may replace it.
-    """
-    if value is None or value.const_value is None or value.is_graph_input():
+    """Return the numbers of a constant, or None for anything else."""
+    array = constant_array(value)
+    if array is None or array.dtype.kind not in "fiub":
         return None
-    array = np.array(value.const_value.numpy())
-    return torch.from_numpy(array) if array.dtype.kind in "fiub" else None
+    return torch.from_numpy(np.array(array))
 
 
 @dataclass(frozen=True)

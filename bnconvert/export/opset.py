@@ -9,7 +9,7 @@ from onnx import version_converter
 from onnx_ir.passes import common
 
 from bnconvert.errors import BnconvertError, first_line
-from bnconvert.export.onnx_constants import add_initializer
+from bnconvert.export.onnx_constants import add_initializer, constant_array
 
 DEFAULT_OPSET = 18
 _OLDEST = 7
@@ -239,9 +239,8 @@ def _inputs_to_attributes(model: ir.Model, opset: int) -> None:
 
 
 def _has_no_zero(reshape: ir.Node) -> bool:
-    shape = reshape.inputs[1]
-    known = shape is not None and shape.const_value is not None and not shape.is_graph_input()
-    return known and bool(shape.const_value.numpy().all())  # type: ignore[union-attr]
+    shape = constant_array(reshape.inputs[1])
+    return shape is not None and bool(shape.all())
 
 
 def _split_by_sizes(model: ir.Model, node: ir.Node) -> None:
@@ -251,10 +250,6 @@ def _split_by_sizes(model: ir.Model, node: ir.Node) -> None:
     if len(node.inputs) > 1 or not all(isinstance(size, int) for size in sizes):
         return
     node.attributes.pop("num_outputs", None)
-    value = ir.Value(
-        name=f"{node.name}_sizes", const_value=ir.tensor(sizes, dtype=ir.DataType.INT64)
-    )
-    value.const_value.name = value.name  # type: ignore[union-attr]
-    model.graph.register_initializer(value)
+    value = add_initializer(model.graph, f"{node.name}_sizes", np.array(sizes, np.int64))
     node.resize_inputs(2)
     node.replace_input_with(1, value)

@@ -16,11 +16,7 @@ from bnconvert.fold.capture import (
     refuse_uninitialized,
     run,
 )
-from bnconvert.fold.proof import (
-    OtherSizeError,
-    Proof,
-    ReadsLayerError,
-)
+from bnconvert.fold.proof import OtherSizeError, Proof, ReadsLayerError
 from bnconvert.fold.reparameterize import find_blocks
 from bnconvert.fold.report import FoldReport
 from bnconvert.fold.tree_fold import TreeFold
@@ -120,8 +116,8 @@ def plan_fold_batchnorm(
 def _proved(folding: TreeFold, rewrite_activations: bool, before: Any) -> tuple[TreeFold, Proof]:
     """Return a fold with its proof: the one given, or one that leaves what stands in its way.
 
-    A graph does not show that the forward reads an attribute of a layer, nor that a number in it
-    was the size of the example.
+    A graph does not show that the forward reads an attribute of a layer, that a number in it was
+    the size of the example, nor which path the forward takes at another size.
 
     Raises:
         VerificationError: The results differ, whatever is left.

@@ -135,7 +135,6 @@ def capture(model: nn.Module, arguments: Arguments) -> Captured:
     """
     before: dict[str, Tensor] = {}
     stored: dict[str, Tensor] = {}
-
     depth = 0  # a forward may call its own model
 
     def start(module: nn.Module, _args: Any) -> None:

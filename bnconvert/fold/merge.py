@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from bnconvert.fold.graph import Added, FoldGraph, is_tensor, operation
+from bnconvert.fold.linear_form import Geometry, LinearForm, combine, number, zero
 from bnconvert.fold.norms import path_of
 from bnconvert.fold.planner import erase_dead
 
@@ -35,57 +36,6 @@ _ARITHMETIC = {"add", "sub", "rsub", "mul", "div"}
 _UNCHANGED = {"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout"}
 _EXPANDED = {*_ARITHMETIC, *_UNCHANGED, "neg", "batch_norm", "instance_norm", "getitem"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
-
-
-@dataclass(frozen=True)
-class _Geometry:
-    """Where a kernel's taps fall: everything about a convolution but its weight."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-
-@dataclass(frozen=True)
-class _Form:
-    """`sum of convs + diagonal * x + shift`, linear in one input x.
-
-    Attributes:
-        convs: Weights in float64, each with its geometry.
-        diagonal: One factor per channel, or None.
-        shift: One value per channel, or a single one.
-        norms: Norms that are part of the form.
-    """
-
-    convs: tuple[tuple[Tensor, _Geometry], ...]
-    diagonal: Tensor | None
-    shift: Tensor
-    norms: tuple[NormCall, ...] = ()
-
-    @property
-    def terms(self) -> int:
-        """The number of branches."""
-        return len(self.convs) + (self.diagonal is not None)
-
-    def scaled(self, factor: Tensor) -> _Form:
-        """Return the form with its result multiplied per channel."""
-        convs = tuple(
-            (weight * factor.reshape((-1,) + (1,) * (weight.ndim - 1)), geometry)
-            for weight, geometry in self.convs
-        )
-        diagonal = None if self.diagonal is None else self.diagonal * factor
-        return replace(self, convs=convs, diagonal=diagonal, shift=self.shift * factor)
-
-    def plus(self, other: _Form) -> _Form:
-        """Return the sum of two forms."""
-        diagonals = [form.diagonal for form in (self, other) if form.diagonal is not None]
-        return _Form(
-            self.convs + other.convs,
-            diagonals[0] + diagonals[-1] if len(diagonals) == 2 else (diagonals or [None])[0],  # type: ignore[list-item]
-            self.shift + other.shift,
-            self.norms + other.norms,
-        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +67,7 @@ def _merge_at(context: Context, root: fx.Node) -> list[Merged]:
         for source in dict.fromkeys(site.source for site in leaves):
             form = _expand(context, top, source, outermost=True)
             if form is not None and form.terms > 1:
-                combined = _combine(form, len(context.graph.shape(top)))
+                combined = combine(form, len(context.graph.shape(top)))
                 if combined is not None:
                     return [_replace(context, top, source, form, combined)]
         if top is root:
@@ -156,11 +106,11 @@ def _collect(context: Context, node: fx.Node, leaves: list[Site], outermost: boo
 
 def _expand(
     context: Context, node: fx.Node, source: fx.Node, outermost: bool = False
-) -> _Form | None:
+) -> LinearForm | None:
     """Return a node's value as a form in `source`, or None if it is none."""
     channels = _channels(context, node)
     if node is source:
-        return _Form((), torch.ones(channels, dtype=torch.float64), _zero())
+        return LinearForm((), torch.ones(channels, dtype=torch.float64), zero())
     if (not outermost and len(node.users) > 1) or not is_tensor(node):
         return None
     site = context.site(node)
@@ -175,10 +125,10 @@ def _expand(
         return replace(form, shift=form.shift + call.affine.shift, norms=(*form.norms, call))
     name = operation(node)
     if name in _ZEROS:
-        return _Form((), None, _zero())
+        return LinearForm((), None, zero())
     if name in {*_UNCHANGED, "neg"} and not _drops(node):
         form = _expand(context, node.all_input_nodes[0], source)
-        return form.scaled(_number(-1.0)) if form is not None and name == "neg" else form
+        return form.scaled(number(-1.0)) if form is not None and name == "neg" else form
     if name not in _ARITHMETIC or set(node.kwargs) - {"alpha"}:
         return None
     return _arithmetic(context, node, source, channels)
@@ -189,7 +139,9 @@ def _drops(node: fx.Node) -> bool:
     return "dropout" in operation(node) and bool(node.args[2]) and bool(node.args[1])
 
 
-def _arithmetic(context: Context, node: fx.Node, source: fx.Node, channels: int) -> _Form | None:
+def _arithmetic(
+    context: Context, node: fx.Node, source: fx.Node, channels: int
+) -> LinearForm | None:
     first, second = (
         _operand(context, node, argument, source, channels) for argument in node.args[:2]
     )
@@ -199,29 +151,30 @@ def _arithmetic(context: Context, node: fx.Node, source: fx.Node, channels: int)
     if name == "div":
         return _divided(first, second)
     if name == "mul":
-        if isinstance(first, _Form) == isinstance(second, _Form):
+        if isinstance(first, LinearForm) == isinstance(second, LinearForm):
             return None
-        return first.scaled(second) if isinstance(first, _Form) else second.scaled(first)  # type: ignore[union-attr, arg-type]
+        return first.scaled(second) if isinstance(first, LinearForm) else second.scaled(first)  # type: ignore[union-attr, arg-type]
     one, two = (
-        part if isinstance(part, _Form) else _Form((), None, part) for part in (first, second)
+        part if isinstance(part, LinearForm) else LinearForm((), None, part)
+        for part in (first, second)
     )
     alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
     if not isinstance(alpha, (int, float)):
         return None
     if name == "rsub":  # second - alpha * first
-        return two.plus(one.scaled(_number(-float(alpha))))
-    return one.plus(two.scaled(_number(float(-alpha if name == "sub" else alpha))))
+        return two.plus(one.scaled(number(-float(alpha))))
+    return one.plus(two.scaled(number(float(-alpha if name == "sub" else alpha))))
 
 
-def _divided(value: _Form | Tensor, by: _Form | Tensor) -> _Form | None:
-    if not isinstance(value, _Form) or isinstance(by, _Form) or not bool(by.all()):
+def _divided(value: LinearForm | Tensor, by: LinearForm | Tensor) -> LinearForm | None:
+    if not isinstance(value, LinearForm) or isinstance(by, LinearForm) or not bool(by.all()):
         return None
     return value.scaled(1.0 / by)
 
 
 def _operand(
     context: Context, node: fx.Node, argument: Any, source: fx.Node, channels: int
-) -> _Form | Tensor | None:
+) -> LinearForm | Tensor | None:
     """Return an operand as a form, or a constant; None where it is broadcast over positions."""
     graph = context.graph
     if _is_fixed(graph, argument):
@@ -229,10 +182,6 @@ def _operand(
     if not is_tensor(argument) or graph.shape(argument) != graph.shape(node):
         return None
     return _expand(context, argument, source)
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def _is_fixed(graph: FoldGraph, argument: Any) -> bool:
@@ -258,11 +207,7 @@ def _channels(context: Context, node: fx.Node) -> int:
     return shape[1] if len(shape) > 1 else 1
 
 
-def _zero() -> Tensor:
-    return torch.zeros((), dtype=torch.float64)
-
-
-def _conv_form(context: Context, site: Site) -> _Form | None:
+def _conv_form(context: Context, site: Site) -> LinearForm | None:
     node = site.node
     if operation(node) not in _CONVS or len(context.graph.shape(node)) != site.output_axis + 1 + (
         site.rank
@@ -272,14 +217,14 @@ def _conv_form(context: Context, site: Site) -> _Form | None:
     padding = _explicit_padding(given, context.graph.shape(site.weight)[2:])
     if padding is None:
         return None
-    geometry = _Geometry(
+    geometry = Geometry(
         _tuple(given["stride"], site.rank),
         _tuple(padding, site.rank),
         _tuple(given["dilation"], site.rank),
         given["groups"],
     )
     bias = site.new_bias()
-    return _Form(((site.new_weight(), geometry),), None, _zero() if bias is None else bias)
+    return LinearForm(((site.new_weight(), geometry),), None, zero() if bias is None else bias)
 
 
 def _explicit_padding(given: dict[str, Any], kernel: tuple[int, ...]) -> Any:
@@ -300,64 +245,12 @@ def _tuple(values: Any, rank: int) -> tuple[int, ...]:
     return tuple(values) if len(values) == rank else tuple(values) * rank
 
 
-def _combine(form: _Form, rank: int) -> tuple[Tensor, _Geometry] | None:
-    """Lay all kernels over each other; None where their taps do not fall on one grid."""
-    if not form.convs:
-        return None
-    (largest, geometry), *_ = sorted(form.convs, key=lambda conv: -conv[0].numel())
-    total = torch.zeros_like(largest)
-    size = 0
-    for weight, own in form.convs:
-        window = _window(weight, own, largest, geometry)
-        if window is None:
-            return None
-        total[window] += weight
-        size += weight.numel()
-    if form.diagonal is not None:
-        eye = _identity(form.diagonal, largest, geometry.groups)
-        plain = _Geometry((1,) * (rank - 2), (0,) * (rank - 2), geometry.dilation, geometry.groups)
-        window = None if eye is None else _window(eye, plain, largest, geometry)
-        if eye is None or window is None:
-            return None
-        total[window] += eye
-    return (total, geometry) if total.numel() <= size else None
-
-
-def _identity(diagonal: Tensor, like: Tensor, groups: int) -> Tensor | None:
-    """Return the kernel of size 1 that multiplies each channel, or None if channels change."""
-    outputs, width = like.shape[:2]
-    if outputs != width * groups or len(diagonal) not in (1, outputs):
-        return None
-    eye = torch.eye(width, dtype=torch.float64).repeat(groups, 1)
-    return (eye * diagonal.reshape(-1, 1)).reshape(outputs, width, *(1,) * (like.ndim - 2))
-
-
-def _window(
-    weight: Tensor, own: _Geometry, largest: Tensor, geometry: _Geometry
-) -> tuple[slice, ...] | None:
-    """Return where a kernel lies inside the largest one, or None if it does not fit."""
-    if own.stride != geometry.stride or own.groups != geometry.groups:
-        return None
-    if weight.shape[:2] != largest.shape[:2]:
-        return None
-    window = [slice(None), slice(None)]
-    for axis, (padding, outer) in enumerate(zip(own.padding, geometry.padding, strict=True)):
-        taps, dilation = weight.shape[axis + 2], geometry.dilation[axis]
-        start, rest = divmod(outer - padding, dilation)
-        if rest or start < 0 or start + taps > largest.shape[axis + 2]:
-            return None
-        if taps > 1 and own.dilation[axis] != dilation:
-            return None
-        window.append(slice(start, start + taps))
-    return tuple(window)
-
-
 def _replace(
     context: Context,
     top: fx.Node,
     source: fx.Node,
-    form: _Form,
-    combined: tuple[Tensor, _Geometry],
+    form: LinearForm,
+    combined: tuple[Tensor, Geometry],
 ) -> Merged:
     graph, (weight, geometry) = context.graph, combined
     model = next(
