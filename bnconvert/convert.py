@@ -118,7 +118,8 @@ def plan_convert_sync_batchnorm(
         layers += entries
         edits += [edit] if edit else []
     if unknown and on_unknown == "raise":
-        raise UnknownLayerError(_describe_unknown(unknown))
+        advice = 'exclude them, or leave them with on_unknown="skip"'
+        raise UnknownLayerError(describe_unknown(unknown, advice))
     return Plan(model, Report("convert", tuple(layers)), edits)
 
 
@@ -186,11 +187,9 @@ def _why_left(norm: Norm) -> str:
     return _WHY_LEFT.get(norm.kind, "").format(type=name)
 
 
-def _describe_unknown(unknown: list[Norm]) -> str:
+def describe_unknown(unknown: list[Norm], advice: str) -> str:
+    """Return the error's text for layers that look like BatchNorm and run other code."""
     listed = "; ".join(
         f"{norm.name or 'the model'}: {why_unknown(norm.module)}" for norm in unknown
     )
-    return (
-        f"{len(unknown)} unknown BatchNorm-like layers ({listed}); "
-        'exclude them, or leave them with on_unknown="skip"'
-    )
+    return f"{len(unknown)} unknown BatchNorm-like layers ({listed}); {advice}"

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bnconvert.convert import plan_convert_sync_batchnorm, plan_revert_sync_batchnorm
+from bnconvert.convert import (
+    describe_unknown,
+    plan_convert_sync_batchnorm,
+    plan_revert_sync_batchnorm,
+)
 from bnconvert.errors import BnconvertError, CheckpointError, UnknownLayerError, first_line
 from bnconvert.finetune.data import seed_everything
 from bnconvert.freeze import plan_freeze_batchnorm
@@ -21,6 +25,7 @@ from bnconvert.models import load_model, load_weights, model_without_weights, re
 from bnconvert.probe import untouched
 from bnconvert.report import LayerReport, Outcome, Report
 from bnconvert.selection import named_like
+from bnconvert.walk import find_norms
 
 if TYPE_CHECKING:
     from bnconvert.finetune.processes import Processes
@@ -179,12 +184,11 @@ def prepare_norms(model: nn.Module, settings: Settings) -> Report:
     if settings.norm == "plain":
         plain = [LayerReport(e.name, e.type, Outcome.LEFT, reason=_PLAIN) for e in plan.report.left]
         return Report("prepare", _joined(frozen, reverted, tuple(plain)))
-    try:
-        converted = plan_convert_sync_batchnorm(model)
-    except UnknownLayerError as error:
-        raise UnknownLayerError(
-            f"{str(error).rpartition('; ')[0]}; train with --norm plain or --norm frozen"
-        ) from error
+    unknown = [norm for norm in find_norms(model) if norm.kind is Kind.UNKNOWN]
+    if unknown:
+        advice = "train with --norm plain or --norm frozen"
+        raise UnknownLayerError(describe_unknown(unknown, advice))
+    converted = plan_convert_sync_batchnorm(model)
     converted.apply()
     return Report("prepare", _joined(frozen, converted.report.layers))
 
