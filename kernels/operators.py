@@ -87,11 +87,11 @@ def _normalize_(
         return native.normalize_(
             driver, input, residual, weight, bias, sums, *running, momentum, eps, fused
         )
-    mean, var, count = reference.finalize(sums, input.dtype)
+    statistics = reference.finalize(sums)
+    mean, var, count = reference.parts(statistics)
     reference.update_running_stats(mean, var, count, *running, momentum)
-    invstd = (var + eps).rsqrt()
+    invstd = var.add_(eps).rsqrt_()
     output = _torch_kernels(input).normalize(input, weight, bias, mean, invstd)
-    statistics = torch.cat((mean, invstd, count))
     return activations.apply(output, residual, activation, negative_slope), statistics
 
 

@@ -13,7 +13,7 @@ Variances (1979).
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def per_channel(values: Tensor, like: Tensor) -> Tensor:
     """Return `values` of shape (C,) in a shape that broadcasts over dimension 1 of `like`."""
-    return values.view(1, -1, *([1] * (like.dim() - 2)))
+    return values.view(-1, *(1,) * (like.dim() - 2))
 
 
 def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
@@ -50,21 +50,22 @@ def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
     if input.numel() == 0:
         return input.new_zeros(2 * channels + 1, dtype=torch.float64)
     count = input.numel() // channels
-    values = input.to(statistics_dtype(input.dtype))
-    sums = _two_sums(values)
-    total, squares = sums
+    dtype = statistics_dtype(input.dtype)
+    values = input if input.dtype == dtype else input.to(dtype)
+    total, squares = _two_sums(values)
     spread = torch.addcmul(squares, total, total, value=-2.0 / count)
-    if not 0.0 <= float(spread.min()) <= float(spread.max()) < math.inf:
-        shift = (total / count).to(values.dtype)
-        centred, squares_centred = _two_sums(values - per_channel(shift, values))
+    least, greatest = torch.aminmax(spread)
+    if not 0.0 <= float(least) <= float(greatest) < math.inf:
+        shift = (total / count).to(dtype)
+        centred, squares = _two_sums(values - per_channel(shift, values))
         shift = shift.double()
-        torch.add(centred, shift, alpha=count, out=total)
-        torch.addcmul(squares_centred, shift, centred + total, out=squares)
-    return torch.cat((sums.view(-1), sums.new_full((1,), count)))
+        total = torch.add(centred, shift, alpha=count)
+        squares.addcmul_(shift, centred + total)
+    return torch.cat((total, squares, _number(count, input.device)))
 
 
-def _two_sums(values: Tensor) -> Tensor:
-    """Return Σx and Σx² of each channel, float64 of shape (2, C).
+def _two_sums(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σx and Σx² of each channel, float64 of shape (C,).
 
     The sums that ATen takes for the backward of batch normalization, Σdy and Σdy·(x - mean)·invstd,
     are these when both of its inputs are x. They are several times faster than its statistics, but
@@ -72,13 +73,31 @@ def _two_sums(values: Tensor) -> Tensor:
     own, and the pieces are added here.
     """
     channels = values.shape[1]
-    sums = []
+    parts = []
     for x, in_a_row in _pieces(values):
-        zero, one = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
-        x_1, x_x = _backward_sums(x, x, zero, one)
-        pieces = torch.stack((x_1, x_x)).view(2, -1, channels, in_a_row)
-        sums.append(pieces.sum((1, 3), dtype=torch.float64))
-    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        zeros, ones = _zeros_and_ones(x.shape[1], x.dtype, x.device)
+        for sums in _backward_sums(x, x, zeros, ones):
+            pieces = sums.view(-1, channels, in_a_row)
+            parts.append(pieces.sum((0, 2), dtype=torch.float64))
+    total, squares, *rest = parts
+    return (total + rest[0], squares + rest[1]) if rest else (total, squares)
+
+
+@lru_cache(maxsize=256)
+def _zeros_and_ones(
+    channels: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return a mean and an invstd that change nothing, of shape (C,); not to be written to."""
+    with torch.inference_mode(False):
+        zeros = torch.zeros(channels, dtype=dtype, device=device)
+        return zeros, torch.ones_like(zeros)
+
+
+@lru_cache(maxsize=256)
+def _number(value: int, device: torch.device) -> Tensor:
+    """Return the value as float64 of shape (1,); not to be written to."""
+    with torch.inference_mode(False):
+        return torch.full((1,), value, dtype=torch.float64, device=device)
 
 
 def _pieces(values: Tensor) -> list[tuple[Tensor, int]]:
@@ -124,21 +143,29 @@ def _rows_of_a_piece(count: int) -> int:
     return next((rows for rows in range(_ROWS, 2 * _ROWS) if count % rows == 0), _ROWS)
 
 
-def finalize(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def finalize(sums: Tensor) -> Tensor:
     """Return the statistics of the batch that reduced sums describe.
 
     Args:
         sums: float64 of shape (2C + 1,), as from `local_sums`, added over all ranks.
-        dtype: dtype of the input.
 
     Returns:
-        Mean and biased variance of shape (C,) in float64, and the count of values per channel,
-        float64 of shape (1,). Without any value the mean and the variance are zero.
+        `[mean | var | n]` in float64, of shape (2C + 1,), with the biased variance. Where no rank
+        has a value the mean and the variance are NaN.
     """
     count = sums[-1:]
-    mean, mean_of_squares = (sums[:-1] / count.clamp(min=1.0)).chunk(2)
+    statistics = sums / count
+    mean, var, one = parts(statistics)
     # Rounding can take a variance of zero below zero, never a batch's own variance.
-    return mean, torch.addcmul(mean_of_squares, mean, mean, value=-1.0).clamp_(min=0.0), count
+    var.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0)
+    one.copy_(count)
+    return statistics
+
+
+def parts(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of the mean, of the variance or what stands there, and of the count."""
+    channels = statistics.shape[0] // 2
+    return statistics[:channels], statistics[channels:-1], statistics[-1:]
 
 
 def update_running_stats(
@@ -165,7 +192,7 @@ def update_running_stats(
         momentum: Weight of the batch, or None for the cumulative average.
     """
     if num_batches_tracked is not None:
-        num_batches_tracked.add_((count[0] > 0).to(num_batches_tracked.dtype))
+        num_batches_tracked.add_(count[0] > 0)
     factor: Tensor | float
     if momentum is not None:
         factor = momentum
@@ -173,7 +200,7 @@ def update_running_stats(
         factor = num_batches_tracked.double().clamp(min=1.0).reciprocal()
     else:
         factor = 0.0
-    unbiased = var * (count / (count - 1.0).clamp(min=1.0))
+    unbiased = var * (count / (count - 1.0))
     for running, batch, least in ((running_mean, mean, 0), (running_var, unbiased, 1)):
         if running is not None:
             old = running.double()
@@ -201,9 +228,10 @@ def normalize(
         return torch.empty_like(input)
     if weight is not None and input.dtype != torch.float64:
         _check_affine_dtype(input, weight)
+    dtype = statistics_dtype(input.dtype)
+    invstd = invstd.to(dtype)
     slope = invstd if weight is None else invstd * weight
-    offset = torch.zeros_like(slope) if bias is None else bias
-    return _affine(input, mean, invstd, slope, offset).to(input.dtype)
+    return _affine(input, mean, invstd, slope, bias).to(input.dtype)
 
 
 def _check_affine_dtype(input: Tensor, weight: Tensor) -> None:  # noqa: A002
@@ -220,24 +248,24 @@ def _affine(
     mean: Tensor,
     invstd: Tensor,
     slope: Tensor,
-    offset: Tensor,
+    offset: Tensor | None,
 ) -> Tensor:
     """Return `(input - mean)·slope + offset` in the dtype of statistics.
 
     The operators that are vectorized compute `input·slope + (offset - mean·slope)`; the mean is
     subtracted beforehand where that would cancel.
     """
-    dtype = statistics_dtype(input.dtype)
-    if float(torch.linalg.vector_norm(mean * invstd, math.inf)) > _ILL_CONDITIONED:
-        shift = mean.to(dtype)
-        input = input - per_channel(shift, input)  # noqa: A001
-        mean = mean - shift
-    slope = slope.to(dtype)
+    zeros, ones = _zeros_and_ones(slope.shape[0], slope.dtype, slope.device)
+    offset = zeros if offset is None else offset.to(slope.dtype)
+    centre = mean.to(slope.dtype)
+    least, greatest = torch.aminmax(mean * invstd)
+    if not -_ILL_CONDITIONED <= float(least) <= float(greatest) <= _ILL_CONDITIONED:
+        input = input - per_channel(centre, input)  # noqa: A001
+        centre = (mean - centre).to(slope.dtype)
     if input.dim() > 2 and input.is_contiguous():
-        mean, offset, one = mean.to(dtype), offset.to(dtype), torch.ones_like(slope)
-        planes = aten.native_batch_norm(input, slope, offset, mean, one, False, 0.0, 0.0)
+        planes = aten.native_batch_norm(input, slope, offset, centre, ones, False, 0.0, 0.0)
         return planes[0]  # type: ignore[no-any-return]
-    offset = torch.addcmul(offset.to(mean.dtype), mean, slope.to(mean.dtype), value=-1.0).to(dtype)
+    offset = torch.addcmul(offset, centre, slope, value=-1.0)
     return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input))
 
 
@@ -297,8 +325,9 @@ def backward_input(
     """
     if input.numel() == 0:
         return torch.empty_like(input)
-    minus_dy, minus_dy_xhat = (sums / -count.to(sums.dtype)).chunk(2)
     scale = invstd if weight is None else invstd * weight
-    slope = scale * invstd * minus_dy_xhat
-    grad_input = _affine(input, mean, invstd, slope, scale * minus_dy)
+    sum_dy, sum_dy_xhat = sums.chunk(2)
+    share = scale * (-1.0 / float(count))
+    slope = share * invstd * sum_dy_xhat
+    grad_input = _affine(input, mean, invstd, slope, share * sum_dy)
     return grad_input.addcmul_(grad_output, per_channel(scale, input)).to(input.dtype)
