@@ -162,7 +162,7 @@ def _before_activation(
     """Return the gradient before the activation, whose input is computed again."""
     if activation == "none":
         return grad_output
-    mean, invstd = statistics[:-1].chunk(2)
+    mean, invstd, _ = reference.parts(statistics)
     before = _torch_kernels(input).normalize(input, weight, bias, mean, invstd)
     before = activations.apply(before, residual, "none", 0.0)
     return activations.gradient(grad_output, before, activation, negative_slope)
@@ -170,7 +170,7 @@ def _before_activation(
 
 def _moments(statistics: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the mean and invstd of the batch in the dtype of statistics."""
-    mean, invstd = statistics[:-1].to(reference.statistics_dtype(dtype)).chunk(2)
+    mean, invstd, _ = reference.parts(statistics.to(reference.statistics_dtype(dtype)))
     return mean, invstd
 
 

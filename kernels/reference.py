@@ -51,7 +51,7 @@ def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         return input.new_zeros(2 * channels + 1, dtype=torch.float64)
     count = input.numel() // channels
     dtype = statistics_dtype(input.dtype)
-    values = input if input.dtype == dtype else input.to(dtype)
+    values = input.to(dtype)
     total, squares = _two_sums(values)
     spread = torch.addcmul(squares, total, total, value=-2.0 / count)
     least, greatest = torch.aminmax(spread)
@@ -73,24 +73,31 @@ def _two_sums(values: Tensor) -> tuple[Tensor, Tensor]:
     own, and the pieces are added here.
     """
     channels = values.shape[1]
-    parts = []
+    found = []
     for x, in_a_row in _pieces(values):
         zeros, ones = _zeros_and_ones(x.shape[1], x.dtype, x.device)
         for sums in _backward_sums(x, x, zeros, ones):
             pieces = sums.view(-1, channels, in_a_row)
-            parts.append(pieces.sum((0, 2), dtype=torch.float64))
-    total, squares, *rest = parts
+            found.append(pieces.sum((0, 2), dtype=torch.float64))
+    total, squares, *rest = found
     return (total + rest[0], squares + rest[1]) if rest else (total, squares)
 
 
-@lru_cache(maxsize=256)
+_kept: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+"""The longest zeros and ones so far."""
+
+
 def _zeros_and_ones(
     channels: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return a mean and an invstd that change nothing, of shape (C,); not to be written to."""
-    with torch.inference_mode(False):
-        zeros = torch.zeros(channels, dtype=dtype, device=device)
-        return zeros, torch.ones_like(zeros)
+    zeros, ones = _kept.get((dtype, device), (None, None))
+    if zeros is None or ones is None or zeros.shape[0] < channels:
+        with torch.inference_mode(False):
+            zeros = torch.zeros(channels, dtype=dtype, device=device)
+            ones = torch.ones_like(zeros)
+        _kept[dtype, device] = (zeros, ones)
+    return zeros[:channels], ones[:channels]
 
 
 @lru_cache(maxsize=256)
@@ -257,15 +264,16 @@ def _affine(
     """
     zeros, ones = _zeros_and_ones(slope.shape[0], slope.dtype, slope.device)
     offset = zeros if offset is None else offset.to(slope.dtype)
-    centre = mean.to(slope.dtype)
     least, greatest = torch.aminmax(mean * invstd)
     if not -_ILL_CONDITIONED <= float(least) <= float(greatest) <= _ILL_CONDITIONED:
-        input = input - per_channel(centre, input)  # noqa: A001
-        centre = (mean - centre).to(slope.dtype)
+        shift = mean.to(slope.dtype)
+        input = input - per_channel(shift, input)  # noqa: A001
+        mean = mean - shift
     if input.dim() > 2 and input.is_contiguous():
-        planes = aten.native_batch_norm(input, slope, offset, centre, ones, False, 0.0, 0.0)
+        mean = mean.to(slope.dtype)
+        planes = aten.native_batch_norm(input, slope, offset, mean, ones, False, 0.0, 0.0)
         return planes[0]  # type: ignore[no-any-return]
-    offset = torch.addcmul(offset, centre, slope, value=-1.0)
+    offset = torch.addcmul(offset, mean, slope, value=-1.0).to(slope.dtype)
     return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input))
 
 
