@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from bnconvert import SyncBatchNorm1d, SyncBatchNorm2d
@@ -48,6 +49,20 @@ def test_values_whose_squares_overflow(memory: str) -> None:
     exact = flat(x)
     torch.testing.assert_close(mean, exact.mean(dim=2)[0])
     torch.testing.assert_close(var, exact.var(dim=2, correction=0)[0], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("memory", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(("mean", "limit"), [(0.0, 2e-6), (60.0, 1e-5), (1e4, 5e-6)])
+def test_results_keep_their_digits_far_from_zero_mean(
+    memory: str, mean: float, limit: float
+) -> None:
+    torch.manual_seed(0)
+    x = layout(torch.randn(8, 65, 14, 14) + mean, memory)
+    weight, bias = torch.randn(65), torch.randn(65)
+    batch_mean, var, _ = reference.parts(reference.finalize(reference.local_sums(x)))
+    y = reference.normalize(x, weight, bias, batch_mean, (var + 1e-5).rsqrt())
+    exact = F.batch_norm(x.double(), None, None, weight.double(), bias.double(), training=True)
+    torch.testing.assert_close(y.double(), exact, rtol=0.0, atol=limit)
 
 
 def empty_everywhere(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
