@@ -3,14 +3,15 @@
 One process, one thread: our operators against `F.batch_norm` and against the usual composition of
 mean and variance. Two gloo ranks: the layer against a naive synchronised one in the style of
 detectron2, which averages the means and mean squares of the ranks with a differentiable all-reduce.
-Medians of interleaved runs; ratios of the same run. What runs after a candidate that leaves the
-caches full of something else is slower, so all orders of the candidates take turns.
+Medians of interleaved runs; ratios of the same run. What ran before fills the caches and decides
+how memory is allocated: so each ratio is taken from the two that it compares alone, in both orders,
+and a depthwise convolution runs before each, as in a network.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import json
 import math
 import statistics
@@ -68,12 +69,23 @@ def composition(x: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> None:
     (leaf * scale + (bias.view(1, -1, 1, 1) - mean * scale)).backward(grad)
 
 
-def medians(candidates: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median CPU seconds of each candidate, run in turn."""
+def medians(
+    candidates: dict[str, Callable[[], None]],
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Return the median CPU seconds of each candidate, run in turn, in this order and reversed.
+
+    Args:
+        candidates: What is measured, by name.
+        rounds: How often each is measured.
+        before: Runs before each of them.
+    """
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    orders = list(itertools.permutations(candidates))
+    order = list(candidates)
     for turn in range(rounds + 1):
-        for name in orders[turn % len(orders)]:
+        for name in order if turn % 2 else reversed(order):
+            before()
             start = time.thread_time()
             candidates[name]()
             if turn:  # the first turn warms up
@@ -96,16 +108,16 @@ def single_process(rounds: int) -> list[dict[str, Any]]:
     for shape in SHAPES:
         for layout in ("NCHW", "channels_last"):
             args = tensors(shape, layout)
-            plain = (args[0], args[1].detach(), args[2].detach(), args[3])
-            found = medians(
-                {
-                    "ours": lambda plain=plain: ours(*plain),
-                    "F.batch_norm": lambda args=args: stock(*args),
-                    "composition": lambda args=args: composition(*args),
-                },
-                rounds,
-            )
-            rows.append({"shape": list(shape), "layout": layout, **found})
+            x, weight, bias, grad = (tensor.detach() for tensor in args)
+            kernel = torch.randn(shape[1], 1, 3, 3)
+            convolution = functools.partial(F.conv2d, x, kernel, padding=1, groups=shape[1])
+            our_run = functools.partial(ours, x, weight, bias, grad)
+            row = {"shape": list(shape), "layout": layout}
+            for name, peer in (("F.batch_norm", stock), ("composition", composition)):
+                pair = {"ours": our_run, name: functools.partial(peer, *args)}
+                found = medians(pair, rounds, convolution)
+                row |= {name: found[name], f"ours beside {name}": found["ours"]}
+            rows.append(row)
     return rows
 
 
@@ -160,6 +172,12 @@ def two_ranks(rank: int, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def times_ours(row: dict[str, Any], peer: str) -> float:
+    """Return the time of a peer over ours, of the turns that they took together."""
+    ratio: float = row[peer] / row[f"ours beside {peer}"]
+    return ratio
+
+
 def geometric_mean(values: list[float]) -> float:
     """Return the geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
@@ -175,8 +193,8 @@ def main() -> None:
     alone = single_process(options.rounds)
     together = run_ranks(two_ranks, 2, options.rounds, timeout=600.0)[0]
     summary = {
-        "ours / F.batch_norm": geometric_mean([r["ours"] / r["F.batch_norm"] for r in alone]),
-        "composition / ours": geometric_mean([r["composition"] / r["ours"] for r in alone]),
+        "ours / F.batch_norm": geometric_mean([1.0 / times_ours(r, "F.batch_norm") for r in alone]),
+        "composition / ours": geometric_mean([times_ours(r, "composition") for r in alone]),
         "naive / ours, 2 ranks": geometric_mean([r["naive"] / r["ours"] for r in together]),
     }
     if options.json:
@@ -189,9 +207,9 @@ def main() -> None:
         (
             "x".join(map(str, r["shape"])),
             r["layout"],
-            f"{1e3 * r['ours']:.2f}",
-            f"{r['ours'] / r['F.batch_norm']:.2f}",
-            f"{r['composition'] / r['ours']:.2f}",
+            f"{1e3 * r['ours beside F.batch_norm']:.2f}",
+            f"{1.0 / times_ours(r, 'F.batch_norm'):.2f}",
+            f"{times_ours(r, 'composition'):.2f}",
         )
         for r in alone
     ]

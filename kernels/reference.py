@@ -18,9 +18,9 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 
-_ILL_CONDITIONED = 64.0
+_ILL_CONDITIONED = 16.0
 """|mean|/sd above which `x·a + b` loses digits that `(x - mean)·a + b'` keeps."""
 
 
@@ -51,7 +51,7 @@ def local_sums(input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
         return input.new_zeros(2 * channels + 1, dtype=torch.float64)
     count = input.numel() // channels
     dtype = statistics_dtype(input.dtype)
-    values = input.to(dtype)
+    values = input if input.dtype == dtype else input.to(dtype)
     total, squares = _two_sums(values)
     spread = torch.addcmul(squares, total, total, value=-2.0 / count)
     least, greatest = torch.aminmax(spread)
@@ -73,31 +73,35 @@ def _two_sums(values: Tensor) -> tuple[Tensor, Tensor]:
     own, and the pieces are added here.
     """
     channels = values.shape[1]
-    found = []
-    for x, in_a_row in _pieces(values):
+    pieces, in_a_row = _pieces(values)
+    totals, squares = [], []
+    for x in pieces:
         zeros, ones = _zeros_and_ones(x.shape[1], x.dtype, x.device)
-        for sums in _backward_sums(x, x, zeros, ones):
-            pieces = sums.view(-1, channels, in_a_row)
-            found.append(pieces.sum((0, 2), dtype=torch.float64))
-    total, squares, *rest = found
-    return (total + rest[0], squares + rest[1]) if rest else (total, squares)
+        total, square = _backward_sums(x, x, zeros, ones)
+        totals.append(total)
+        squares.append(square)
+
+    def added(sums: list[Tensor]) -> Tensor:
+        joined = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return joined.view(-1, channels, in_a_row).sum((0, 2), dtype=torch.float64)
+
+    return added(totals), added(squares)
 
 
-_kept: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
-"""The longest zeros and ones so far."""
-
-
+@lru_cache(maxsize=256)
 def _zeros_and_ones(
     channels: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return a mean and an invstd that change nothing, of shape (C,); not to be written to."""
-    zeros, ones = _kept.get((dtype, device), (None, None))
-    if zeros is None or ones is None or zeros.shape[0] < channels:
-        with torch.inference_mode(False):
-            zeros = torch.zeros(channels, dtype=dtype, device=device)
-            ones = torch.ones_like(zeros)
-        _kept[dtype, device] = (zeros, ones)
-    return zeros[:channels], ones[:channels]
+    with torch.inference_mode(False):
+        both = _kept_zeros_and_ones((channels - 1).bit_length(), dtype, device)
+        return both[0, :channels], both[1, :channels]
+
+
+@cache
+def _kept_zeros_and_ones(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a row of zeros and one of ones; of all lengths they take twice what the longest do."""
+    return torch.stack([torch.full((2**bits,), n, dtype=dtype, device=device) for n in (0, 1)])
 
 
 @lru_cache(maxsize=256)
@@ -107,7 +111,7 @@ def _number(value: int, device: torch.device) -> Tensor:
         return torch.full((1,), value, dtype=torch.float64, device=device)
 
 
-def _pieces(values: Tensor) -> list[tuple[Tensor, int]]:
+def _pieces(values: Tensor) -> tuple[list[Tensor], int]:
     """Return the values with the pieces of their channels in place of the channels.
 
     Returns:
@@ -117,24 +121,23 @@ def _pieces(values: Tensor) -> list[tuple[Tensor, int]]:
     count = values.numel() // channels
     if values.dim() > 2 and values.is_contiguous():
         split = _splits(count // batch)
-        return [(values.view(1, -1, count // batch // split), split)]
-    rows = _rows_of_a_piece(count)
-    rest = count % rows
-    # as images in channels-last layout, one pixel a row
-    width = (count - rest) // rows * channels
-    parts = []
-    if width:
-        parts.append((values.as_strided((1, width, rows, 1), (1, 1, width, width)), 1))
-    if rest:
-        start = values.storage_offset() + (count - rest) * channels
-        image = values.as_strided((1, channels, rest, 1), (1, 1, channels, channels), start)
-        parts.append((image, 1))
-    return parts
+        return [values.view(1, -1, count // batch // split)], split
+    images = []
+    start = values.storage_offset()
+    for pieces, rows in _blocks(count, channels):
+        # in channels-last layout, one pixel a row
+        width = pieces * channels
+        images.append(values.as_strided((1, width, rows, 1), (1, 1, width, width), start))
+        start += width * rows
+    return images, 1
 
 
 _PLANE = 2048
-_ROWS = 128
+_ROWS = 256
 """Values added one after another in float32; those of a plane are added in several lanes."""
+
+_WIDTH = 1024
+"""Channels whose sums, means and invstds stay in a first-level cache of 32 KiB."""
 
 
 @cache
@@ -144,10 +147,15 @@ def _splits(size: int) -> int:
     return next((split for split in range(least, 4 * least) if size % split == 0), 1)
 
 
-@cache
-def _rows_of_a_piece(count: int) -> int:
-    """Return a number of rows, one that divides them all if there is one."""
-    return next((rows for rows in range(_ROWS, 2 * _ROWS) if count % rows == 0), _ROWS)
+@lru_cache(maxsize=256)
+def _blocks(count: int, channels: int) -> tuple[tuple[int, int], ...]:
+    """Return blocks that `count` rows are cut into: pieces of a channel, and rows of a piece."""
+    rows = next((rows for rows in range(2 * _ROWS - 1, _ROWS - 1, -1) if count % rows == 0), _ROWS)
+    pieces, rest = divmod(count, rows)
+    together = max(1, _WIDTH // channels)
+    blocks = [(together, rows)] * (pieces // together)
+    blocks += [(pieces % together, rows), (1, rest)]
+    return tuple((pieces, rows) for pieces, rows in blocks if pieces and rows)
 
 
 def finalize(sums: Tensor) -> Tensor:
@@ -172,7 +180,8 @@ def finalize(sums: Tensor) -> Tensor:
 def parts(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of the mean, of the variance or what stands there, and of the count."""
     channels = statistics.shape[0] // 2
-    return statistics[:channels], statistics[channels:-1], statistics[-1:]
+    mean, var, count = statistics.split_with_sizes((channels, channels, 1))
+    return mean, var, count
 
 
 def update_running_stats(
@@ -262,18 +271,18 @@ def _affine(
     The operators that are vectorized compute `input·slope + (offset - mean·slope)`; the mean is
     subtracted beforehand where that would cancel.
     """
-    zeros, ones = _zeros_and_ones(slope.shape[0], slope.dtype, slope.device)
-    offset = zeros if offset is None else offset.to(slope.dtype)
-    least, greatest = torch.aminmax(mean * invstd)
+    dtype = slope.dtype
+    zeros, ones = _zeros_and_ones(slope.shape[0], dtype, slope.device)
+    offset = zeros if offset is None else offset.to(dtype)
+    shift = mean.to(dtype)
+    least, greatest = torch.aminmax(shift * invstd)
     if not -_ILL_CONDITIONED <= float(least) <= float(greatest) <= _ILL_CONDITIONED:
-        shift = mean.to(slope.dtype)
         input = input - per_channel(shift, input)  # noqa: A001
-        mean = mean - shift
+        shift = (mean - shift).to(dtype)
     if input.dim() > 2 and input.is_contiguous():
-        mean = mean.to(slope.dtype)
-        planes = aten.native_batch_norm(input, slope, offset, mean, ones, False, 0.0, 0.0)
-        return planes[0]  # type: ignore[no-any-return]
-    offset = torch.addcmul(offset, mean, slope, value=-1.0).to(slope.dtype)
+        planes = torch.native_batch_norm(input, slope, offset, shift, ones, False, 0.0, 0.0)
+        return planes[0]
+    offset = torch.addcmul(offset, shift, slope, value=-1.0)
     return torch.addcmul(per_channel(offset, input), input, per_channel(slope, input))
 
 
@@ -305,7 +314,7 @@ def _backward_sums(
     mean: Tensor,
     invstd: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    _, sum_dy_xhat, sum_dy = aten.native_batch_norm_backward(
+    _, sum_dy_xhat, sum_dy = _batch_norm_backward(
         grad_output, input, None, None, None, mean, invstd, True, 0.0, [False, True, True]
     )
     return sum_dy, sum_dy_xhat
