@@ -1,7 +1,9 @@
 """The operators of synchronised batch normalization, in torch's `bnconvert` namespace.
 
 Each has a fake kernel, so that a training step compiles in one graph, and none waits for the
-device. `selection` chooses whether our kernels run, those that torch ships, or ATen operators.
+device. Sums are added over the ranks by the operator that takes them: nothing changes what it
+returns, so checkpointing may keep it. `selection` chooses whether our kernels run, those that torch
+ships, or ATen operators.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ namespace = torch.ops.bnconvert
 
 _library = torch.library.Library("bnconvert", "DEF")  # type: ignore[no-untyped-call]
 _define: Callable[[str], object] = _library.define
-_define("local_sums(Tensor input) -> Tensor")
-_define("all_reduce_(Tensor(a!) buffer, str group) -> ()")
+_define("global_sums(Tensor input, str group) -> Tensor")
 _define(
     "normalize_(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor sums, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
@@ -33,7 +34,7 @@ _define(
 )
 _define(
     "backward_sums(Tensor grad_output, Tensor input, Tensor? residual, Tensor? weight, "
-    "Tensor? bias, Tensor statistics, str activation, float negative_slope) "
+    "Tensor? bias, Tensor statistics, str activation, float negative_slope, str? group) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)"
 )
 _define(
@@ -56,11 +57,14 @@ def _torch_kernels(input: Tensor) -> Any:  # noqa: A002
     return aten_cuda if choose(input.device).kernels != "reference" and input.is_cuda else reference
 
 
-def _local_sums(input: Tensor) -> Tensor:  # noqa: A002
+def _global_sums(input: Tensor, group: str) -> Tensor:  # noqa: A002
     driver = driver_for(input, None, None)
+    sums: Tensor
     if driver is not None:
-        return native.local_sums(driver, input)
-    sums: Tensor = _torch_kernels(input).local_sums(input)
+        sums = native.local_sums(driver, input)
+    else:
+        sums = _torch_kernels(input).local_sums(input)
+    comm.all_reduce_(sums, group)
     return sums
 
 
@@ -104,20 +108,27 @@ def _backward_sums(
     statistics: Tensor,
     activation: str,
     negative_slope: float,
+    group: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums, added over the ranks of the group if there is one, and local gradients."""
     driver = driver_for(input, weight, bias)
     if driver is not None:
         fused = native.Activation(activation, negative_slope)
-        return native.backward_sums(
+        sums, grad_weight, grad_bias = native.backward_sums(
             driver, grad_output, input, residual, weight, bias, statistics, fused
         )
-    grad_output = _before_activation(
-        grad_output, input, residual, weight, bias, statistics, activation, negative_slope
-    )
-    mean, invstd = _moments(statistics, input.dtype)
-    sums = _torch_kernels(input).backward_sums(grad_output, input, mean, invstd)
-    grad_bias, grad_weight = sums.chunk(2)
-    return sums, _parameter_gradient(grad_weight, weight), _parameter_gradient(grad_bias, bias)
+    else:
+        grad_output = _before_activation(
+            grad_output, input, residual, weight, bias, statistics, activation, negative_slope
+        )
+        mean, invstd = _moments(statistics, input.dtype)
+        sums = _torch_kernels(input).backward_sums(grad_output, input, mean, invstd)
+        grad_bias, grad_weight = sums.chunk(2)
+        grad_weight = _parameter_gradient(grad_weight, weight)
+        grad_bias = _parameter_gradient(grad_bias, bias)
+    if group is not None:
+        comm.all_reduce_(sums, group)
+    return sums, grad_weight, grad_bias
 
 
 def _backward_input(
@@ -179,12 +190,12 @@ def _parameter_gradient(sums: Tensor, parameter: Tensor | None) -> Tensor:
     return sums.new_empty(0) if parameter is None else sums.to(parameter.dtype, copy=True)
 
 
-def _fake_local_sums(input: Tensor) -> Tensor:  # noqa: A002
+def _fake_global_sums(input: Tensor, group: str) -> Tensor:  # noqa: A002
     return input.new_empty(2 * input.shape[1] + 1, dtype=torch.float64)
 
 
 def _fake_normalize_(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # noqa: A002
-    return torch.empty_like(input), _fake_local_sums(input)
+    return torch.empty_like(input), _fake_global_sums(input, "")
 
 
 def _fake_backward_sums(
@@ -220,8 +231,7 @@ def _fake_backward_input(
 
 
 for _name, _kernel, _fake in (
-    ("local_sums", _local_sums, _fake_local_sums),
-    ("all_reduce_", comm.all_reduce_, lambda buffer, group: None),
+    ("global_sums", _global_sums, _fake_global_sums),
     ("normalize_", _normalize_, _fake_normalize_),
     ("backward_sums", _backward_sums, _fake_backward_sums),
     ("backward_input", _backward_input, _fake_backward_input),

@@ -1,7 +1,7 @@
 """Synchronised batch normalization of a tensor, with its gradient: what the layers call.
 
-It is made of five operators, see `operators`: `local_sums`, `all_reduce_` and `normalize_` forward;
-`backward_sums`, `all_reduce_` and `backward_input` backward. None of them waits for the device.
+It is made of four operators, see `operators`: `global_sums` and `normalize_` forward,
+`backward_sums` and `backward_input` backward. None of them waits for the device.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def synchronized_batch_norm(
     ops = operators.namespace
     with torch.no_grad():
         source = input.detach()
-        sums = ops.local_sums(source)
-        ops.all_reduce_(sums, group)
+        sums = ops.global_sums(source, group)
         output, statistics = ops.normalize_(
             source,
             None if residual is None else residual.detach(),
@@ -124,11 +123,12 @@ class _Normalize(torch.autograd.Function):
         ops = operators.namespace
         grad_output = laid_out_like(grad_output.to(input.dtype), input)
         tensors = (grad_output, input, residual, weight, bias, statistics)
-        sums, grad_weight, grad_bias = ops.backward_sums(*tensors, *ctx.activation)
+        behind = for_input or (for_residual and residual is not None)
+        group = ctx.group if behind else None
+        sums, grad_weight, grad_bias = ops.backward_sums(*tensors, *ctx.activation, group)
         grad_input = None
         grad_residual = grad_output
-        if for_input or (for_residual and residual is not None):
-            ops.all_reduce_(sums, ctx.group)
+        if behind:
             grad_input, before_activation = ops.backward_input(*tensors, sums, *ctx.activation)
             grad_residual = grad_output if residual is None else before_activation
         return (

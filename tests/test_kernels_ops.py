@@ -56,6 +56,7 @@ def arguments(dtype: torch.dtype, channels_last: bool) -> dict[str, Tensor]:
 )
 def test_operators_keep_torchs_rules(
     request: pytest.FixtureRequest,
+    one_rank: None,
     own: bool,
     channels_last: bool,
     dtype: torch.dtype,
@@ -72,19 +73,16 @@ def test_operators_keep_torchs_rules(
     x, grad, residual = given["x"], given["grad"], given["residual"]
     space = torch.ops.bnconvert
     check = torch.library.opcheck
-    check(space.local_sums.default, (x,))
+    check(space.global_sums.default, (x, ""))
     running = (given["mean"], given["var"], given["count"])
-    sums = space.local_sums(x)
+    sums = space.global_sums(x, "")
     rest = (0.1, 1e-5, activation, 0.125)
     check(space.normalize_.default, (x, residual, weight, bias, sums, *running, *rest))
     tensors = (grad, x, residual, weight, bias, given["statistics"])
-    check(space.backward_sums.default, (*tensors, activation, 0.125))
+    for group in ("", None):
+        check(space.backward_sums.default, (*tensors, activation, 0.125, group))
     reduced = torch.randn(16, dtype=torch.float64 if double else torch.float32)
     check(space.backward_input.default, (*tensors, reduced, activation, 0.125))
-
-
-def test_the_collective_keeps_torchs_rules(one_rank: None) -> None:
-    torch.library.opcheck(torch.ops.bnconvert.all_reduce_.default, (torch.randn(5), ""))
 
 
 def apply_activation(z: Tensor, name: str) -> Tensor:

@@ -47,25 +47,25 @@ def test_impossible_wishes_are_refused(
     with pytest.raises(KernelError, match=message):
         selection.choose(CPU)
     with pytest.raises(KernelError, match=message):
-        torch.ops.bnconvert.local_sums(torch.randn(2, 3))
+        torch.ops.bnconvert.global_sums(torch.randn(2, 3), "")
     assert message in ops.selection()["CPU"]
 
 
 @needs_compiler
 def test_the_variable_overrides_the_order(
-    shim: ShimDriver, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, shim: ShimDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BNCONVERT_KERNELS", "reference")
     assert selection.choose(CPU) == selection.Choice("reference", "BNCONVERT_KERNELS is set")
-    torch.ops.bnconvert.local_sums(torch.randn(4, 3))
+    torch.ops.bnconvert.global_sums(torch.randn(4, 3), "")
     assert not shim.launched
     monkeypatch.setenv("BNCONVERT_KERNELS", "own")
-    torch.ops.bnconvert.local_sums(torch.randn(4, 3))
+    torch.ops.bnconvert.global_sums(torch.randn(4, 3), "")
     assert len(shim.launched) == 1
     with pytest.raises(
         KernelError, match="=own: they take float32, float16 and bfloat16, not float64"
     ):
-        torch.ops.bnconvert.local_sums(torch.randn(4, 3).double())
+        torch.ops.bnconvert.global_sums(torch.randn(4, 3).double(), "")
 
 
 @needs_compiler

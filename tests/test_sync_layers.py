@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from dataclasses import dataclass, field
@@ -280,6 +281,40 @@ def test_activation_checkpointing_updates_statistics_once() -> None:
 
 def test_activation_checkpointing_updates_statistics_once_without_ranks() -> None:
     recompute(0)
+
+
+def save_the_sums(rank: int) -> list[Tensor]:
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = str(op).startswith("bnconvert.global_sums")
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    torch.manual_seed(rank)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(4, 3, dtype=torch.float64)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    found: list[Any] = []
+    cases: tuple[dict[str, Any], ...] = ({}, {"context_fn": contexts})
+    for options in cases:
+        layer: Any = SyncBatchNorm1d(3).double()
+        x.grad = None
+        output = checkpoint(layer, x, use_reentrant=False, **options)
+        (weights * output).sum().backward()
+        assert x.grad is not None
+        found += [x.grad.clone(), layer.weight.grad, layer.running_var]
+    return found
+
+
+@pytest.mark.distributed
+def test_sums_may_be_saved_instead_of_sent_again() -> None:
+    for found in run_ranks(save_the_sums, 2):
+        for expected, got in zip(found[:3], found[3:], strict=True):
+            assert torch.equal(expected, got)
 
 
 def wrong_channels(rank: int) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 SECTIONS: tuple[tuple[str, Callable[[Results], None]], ...] = (
+    ("first launch", kernels.first_launch),
     ("compilation", compilation.compile_all),
     ("numerics", kernels.numerics),
     ("NCCL with one rank", layers.agrees_over_nccl),
@@ -79,10 +80,6 @@ def environment(results: Results) -> None:
     results.fact("multiprocessors", properties.multi_processor_count)
     results.fact("torch", torch.__version__)
     results.fact("python", sys.version.split()[0])
-    start = time.perf_counter()
-    torch.ops.bnconvert.local_sums(torch.randn(8, 64, 8, 8, device="cuda"))
-    torch.cuda.synchronize()
-    results.fact("first launch in s", round(time.perf_counter() - start, 2))
     results.fact("copy bandwidth in GB/s", round(timing.copy_bandwidth() / 1e9))
 
 

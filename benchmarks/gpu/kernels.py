@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,14 @@ def own_driver() -> Any:
     if choice.kernels != "own":
         raise RuntimeError(f"our kernels do not run here: {choice.reason}")
     return selection.drivers[device]
+
+
+def first_launch(results: Results) -> None:
+    """Keep the time from nothing to the result of one kernel: compiling or finding it, loading."""
+    start = time.perf_counter()
+    native.local_sums(own_driver(), torch.randn(8, 64, 8, 8, device="cuda"))
+    torch.cuda.synchronize()
+    results.fact("first launch in s", round(time.perf_counter() - start, 2))
 
 
 def largest_error(
