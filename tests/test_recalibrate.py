@@ -160,7 +160,7 @@ def test_a_layer_fed_by_its_own_output_comes_to_rest_or_says_that_it_does_not(
     inner = (model.eval().norm(values) * 0.3 + 1).square()
     assert_pooled(model.norm, torch.cat([values, inner]), 1e-9)
     assert "fed by its own output" not in str(report)
-    monkeypatch.setattr("bnconvert.recalibration.recalibrate._PASSES_TO_REST", 1)
+    monkeypatch.setattr("bnconvert.recalibration.population._PASSES_TO_REST", 1)
     assert "fed by its own output" in str(
         bc.recalibrate_batchnorm(OwnOutput(lambda x: 2 * x + 1), [values.float()])
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Hashable, Sequence
 
 
 class _AbandonedError(BaseException):
@@ -122,7 +122,7 @@ def meet(point: Hashable) -> None:
         _current.call.wait(point)
 
 
-def in_step(functions: Sequence[Callable[[], None]]) -> Iterator[Hashable]:
+def in_step(functions: Sequence[Callable[[], None]]) -> Generator[Hashable]:
     """Run the functions and yield each point when all calls wait somewhere or have ended.
 
     What is to be done at a point is done by the consumer between two steps of the iteration. When

@@ -6,7 +6,8 @@ it is in eval mode. Two estimators:
 - `population`: layer by layer in the order of execution, the mean and the unbiased variance of all
   values that reach the layer while the layers before it already use their new statistics. All
   batches go through the network in step (`lockstep`), so that this takes one pass over the data,
-  and the memory of one activation per batch.
+  and the memory of one activation per batch. A forward that keeps something of a batch on a module
+  is found by calling some batches alone (`alone`), and refused.
 - `mean_of_batches`: every layer normalizes with the statistics of its batch, as in training, and
   the averages of the batches' means and unbiased variances are kept (PreciseBN: Wu and Johnson,
   "Rethinking 'Batch' in BatchNorm", 2021). One batch in memory at a time.
@@ -18,9 +19,7 @@ state. A layer that is called several times per batch counts every call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -28,16 +27,10 @@ from torch import nn
 
 from bnconvert.collective import Ranks
 from bnconvert.errors import BnconvertError
-from bnconvert.forwarding import (
-    default_forward,
-    input_of,
-    is_sharded,
-    to_device,
-    unwrap,
-    without_compilation,
-)
-from bnconvert.recalibration.lockstep import in_step, meet
-from bnconvert.recalibration.moments import Moments, merged
+from bnconvert.forwarding import default_forward, is_sharded, unwrap, without_compilation
+from bnconvert.recalibration.mean_of_batches import mean_of_batches
+from bnconvert.recalibration.population import population
+from bnconvert.recalibration.run import Forward, Progress, Run
 from bnconvert.recalibration.running_statistics import (
     RecalibrationReport,
     Statistics,
@@ -46,12 +39,11 @@ from bnconvert.recalibration.running_statistics import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterable
+
     from torch.distributed import ProcessGroup
 
 Estimator = Literal["population", "mean_of_batches"]
-Forward = Callable[[nn.Module, Any], Any]
-Progress = Callable[[int, int], None]
 
 
 def recalibrate_batchnorm(
@@ -94,8 +86,8 @@ def recalibrate_batchnorm(
 
     Raises:
         BnconvertError: The loader is empty or shorter than `num_batches`, a layer got one value
-            or values that are not finite, another rank failed, or the model is sharded by FSDP
-            and `estimator` is "population".
+            or values that are not finite, another rank failed, or `estimator` is "population" and
+            the model is sharded by FSDP, or keeps something of a batch outside its local variables.
     """
     ranks = Ranks(process_group)
     try:
@@ -107,7 +99,7 @@ def recalibrate_batchnorm(
     except Exception as error:  # the other ranks wait for this one
         ranks.fail(error)
         raise
-    run = _Run(
+    run = Run(
         network,
         found.statistics,
         ranks,
@@ -117,10 +109,13 @@ def recalibrate_batchnorm(
     )
     with ExitStack() as restore:
         _keep_flags(network, restore)
+        restore.enter_context(
+            without_compilation(network)
+        )  # torch keeps it for all threads at once
         try:
-            estimate = run.population if estimator == "population" else run.mean_of_batches
-            estimate(_batches(loader, num_batches))
-            run.finish()
+            estimate = population if estimator == "population" else mean_of_batches
+            estimate(run, _batches(loader, num_batches))
+            ranks.share(None)  # until every rank has succeeded; behind this nothing can fail
         except BaseException as error:
             for statistics in found.statistics.values():
                 statistics.restore()
@@ -196,140 +191,3 @@ def _batches(loader: Iterable[Any], num_batches: int | None) -> Iterable[Any]:
             f"loader: has {count} batches but num_batches is {num_batches}; "
             "give more data or a smaller number"
         )
-
-
-@dataclass
-class _Run:
-    """One recalibration of one model."""
-
-    network: nn.Module
-    layers: dict[nn.Module, Statistics]
-    ranks: Ranks
-    forward: Forward
-    device: torch.device
-    progress: Progress
-
-    def finish(self) -> None:
-        """Wait until every rank has succeeded; behind this point nothing can fail."""
-        self.ranks.share(None)
-
-    def population(self, batches: Iterable[Any]) -> None:
-        """Estimate layer after layer, all batches in step.
-
-        A layer that calls wait at more than once gets its statistics in parts, and what runs
-        between the parts used the first of them. Then the pass is repeated with those layers
-        held at the statistics of the pass before, until none of them moves: each pass makes the
-        next of them exact. A layer that is fed by its own output need not come to rest.
-        """
-        kept = list(batches)
-        names = {statistics.name: statistics for statistics in self.layers.values()}
-        held = frozenset(self._pass(kept, names, frozenset()))
-        repeated = [names[name] for name in held]
-        passes = len(held) + _PASSES_TO_REST if held else 0
-        for _ in range(passes):
-            for statistics in repeated:
-                statistics.settle_part()
-            self._pass(kept, names, held)
-            moving = [statistics for statistics in repeated if not statistics.rests()]
-            if not moving:
-                return
-
-    def _pass(
-        self, batches: list[Any], names: dict[str, Statistics], held: frozenset[str]
-    ) -> list[str]:
-        """Run all batches once; return the layers that were settled more than once."""
-        for statistics in names.values():
-            statistics.parts.clear()
-        settled: dict[str, int] = {}
-        functions = [lambda batch=batch: self._call(batch) for batch in batches]
-        with ExitStack() as stack:
-            self._hook(stack, lambda statistics, values: _arrive(statistics, values, held))
-            steps = in_step(functions)
-            stack.callback(steps.close)  # type: ignore[attr-defined]
-            while (name := self._next(steps)) is not None:
-                self._settle(names[name], name in held)
-                settled[name] = settled.get(name, 0) + 1
-                self.progress(len(settled), len(names))
-        return [name for name, times in settled.items() if times > 1]
-
-    def _next(self, steps: Any) -> str | None:
-        """Return the layer at which the batches of all ranks wait; None at the end."""
-        name: str | None = next(steps, None)
-        everyone = self.ranks.share(name)
-        if len(set(everyone)) > 1:
-            where = ", ".join(f"rank {rank} {n or 'the end'}" for rank, n in enumerate(everyone))
-            raise BnconvertError(
-                f"recalibrate: the ranks do not reach the same layers in the same order ({where}); "
-                "use estimator='mean_of_batches'"
-            )
-        return name
-
-    def _settle(self, statistics: Statistics, is_held: bool) -> None:
-        """Pool what has come to a layer on all ranks, and let the layer use it."""
-        own = merged(statistics.fresh)
-        statistics.fresh.clear()
-        statistics.parts.append(merged(self.ranks.share(own)))
-        if not is_held:
-            statistics.settle_part()
-
-    def mean_of_batches(self, batches: Iterable[Any]) -> None:
-        """Estimate all layers at once, each batch normalized by its own statistics."""
-        groups = {s.name: s.group_ranks(self.ranks) for s in self.layers.values()}
-        in_steps = is_sharded(self.network) or any(group is not None for group in groups.values())
-
-        def observe(statistics: Statistics, values: Tensor) -> None:
-            moments = Moments.of(values)
-            group = groups[statistics.name]
-            if group is not None:
-                shared = self.ranks.share(moments)
-                moments = merged(shared[rank] for rank in group)
-            statistics.add_batch(moments)
-
-        with ExitStack() as stack:
-            self._hook(stack, observe)
-            iterator = iter(batches)
-            for done in itertools.count():
-                batch = next(iterator, _END)
-                if in_steps and any(self.ranks.share(batch is _END)):
-                    break
-                if batch is _END:
-                    break
-                self._call(batch)
-                self.progress(done + 1, 0)
-        for statistics, averages in zip(
-            self.layers.values(),
-            zip(*self.ranks.share([s.averages for s in self.layers.values()]), strict=True),
-            strict=True,
-        ):
-            statistics.settle_average(averages)
-
-    def _call(self, batch: Any) -> None:
-        with torch.no_grad(), without_compilation(self.network):
-            self.forward(self.network, to_device(batch, self.device))
-
-    def _hook(self, stack: ExitStack, observe: Callable[[Statistics, Tensor], None]) -> None:
-        """Call `observe` before every call of a layer until the stack is closed."""
-        for layer, statistics in self.layers.items():
-
-            def hook(
-                module: nn.Module,
-                args: tuple[Any, ...],
-                kwargs: dict[str, Any],
-                statistics: Statistics = statistics,
-            ) -> None:
-                observe(statistics, input_of(args, kwargs))
-
-            handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
-
-
-_END = object()
-
-_PASSES_TO_REST = 50
-"""Passes for layers that are fed by their own output, beyond one for each repeated layer."""
-
-
-def _arrive(statistics: Statistics, values: Tensor, held: frozenset[str]) -> None:
-    """Take the values that reach a layer, and wait for those of the other batches."""
-    statistics.fresh.append(Moments.of(values))
-    meet(statistics.name)

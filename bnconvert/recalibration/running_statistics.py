@@ -116,6 +116,11 @@ class Statistics:
         self.restless = 0.0
 
     @property
+    def eps(self) -> float:
+        """The layer's eps, or the smallest value that can be added to a variance of zero."""
+        return max(float(getattr(self.layer, "eps", 0.0)), torch.finfo(torch.float64).tiny)
+
+    @property
     def reached(self) -> bool:
         """Whether values came to the layer."""
         return bool(self.parts) or self.averages.batches > 0
@@ -166,9 +171,8 @@ class Statistics:
 
     def _shift(self, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Shift:
         before, now = ([t.detach().double().cpu() for t in pair] for pair in (old, new))
-        eps = max(float(getattr(self.layer, "eps", 0.0)), torch.finfo(torch.float64).tiny)
-        moved = (now[0] - before[0]).abs() / (before[1] + eps).sqrt()
-        low, high = torch.aminmax((now[1] + eps) / (before[1] + eps))
+        moved = (now[0] - before[0]).abs() / (before[1] + self.eps).sqrt()
+        low, high = torch.aminmax((now[1] + self.eps) / (before[1] + self.eps))
         return Shift(self.name, float(moved.max()), float(low), float(high))
 
     def _check_count(self, moments: Moments) -> None:
