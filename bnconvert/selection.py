@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -24,25 +25,38 @@ class Selection:
     """Decides per layer; a layer with several names is matched by any of them."""
 
     def __init__(self, include: Patterns | None, exclude: Patterns | None) -> None:
-        self._by_name = not callable(include)
         self._include = None if include is None else _predicates("include", include)
         self._exclude = [] if exclude is None else _predicates("exclude", exclude)
+        self._patterns = {
+            argument: given or []
+            for argument, own, given in (
+                ("include", include, self._include),
+                ("exclude", exclude, self._exclude),
+            )
+            if not callable(own)
+        }
 
     def refuse_idle(self, norms: Sequence[Norm]) -> None:
-        """Refuse patterns to include of which none matches a layer.
+        """Refuse patterns to include of which none matches a layer, and warn of other idle ones.
 
         Raises:
             BnconvertError: Naming what was given and a layer that there is.
         """
-        patterns = self._include if self._by_name else None
-        if not patterns or not norms or any(self._includes(norm) for norm in norms):
+        if not norms:
             return
-        given = ", ".join(text for text, _ in patterns)
-        raise BnconvertError(
-            f"include: {given} matches none of the {len(norms)} BatchNorm layers; the first is "
+        there_are = (
+            f"none of the {len(norms)} BatchNorm layers; the first is "
             f"{norms[0].name or 'the model itself, whose name is empty'}, and bnconvert inspect "
             "lists all"
         )
+        included = self._patterns.get("include")
+        if included and not any(self._includes(norm) for norm in norms):
+            given = ", ".join(text for text, _ in included)
+            raise BnconvertError(f"include: {given} matches {there_are}")
+        for argument, patterns in self._patterns.items():
+            for text, matches in patterns:
+                if not any(matches(name, norm.module) for norm in norms for name in norm.names):
+                    warnings.warn(f"{argument}: {text} matches {there_are}", stacklevel=4)
 
     def _includes(self, norm: Norm) -> bool:
         return self._include is None or any(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import NoReturn
+import warnings
+from typing import Any, NoReturn
 
 import click
 
@@ -61,7 +62,9 @@ def main() -> NoReturn:
     if "" not in sys.path:  # package.module:callable may lie in the current folder
         sys.path.append("")
     try:
-        group(prog_name="bnconvert")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            group(prog_name="bnconvert")
     except UsageError as error:
         _exit(str(error), 2)
     except BnconvertError as error:
@@ -69,6 +72,10 @@ def main() -> NoReturn:
     except OSError as error:
         _exit(describe_os_error(error), 1)
     sys.exit(0)
+
+
+def _warn(message: Warning | str, *_where: Any, **_line: Any) -> None:
+    click.echo(f"warning: {message}", err=True)
 
 
 def _exit(message: str, code: int) -> NoReturn:

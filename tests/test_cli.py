@@ -80,10 +80,23 @@ def test_the_main_commands_in_sequence(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "model.onnx").is_file()
 
 
+@pytest.mark.filterwarnings("always:exclude")
 def test_dry_run_writes_nothing_and_strict_tells_what_is_left(tmp_path: Path, run: Run) -> None:
     target = tmp_path / "out"
-    done = run("convert", SMALL, "-o", target, "--exclude", "bn1", "--dry-run", "--strict")
+    done = run(
+        "convert",
+        SMALL,
+        "-o",
+        target,
+        "--exclude",
+        "bn1",
+        "--dry-run",
+        "--strict",
+        "--exclude",
+        "bm2",
+    )
     assert done.returncode == 3
+    assert "warning: exclude: 'bm2' matches none of the 34 BatchNorm layers" in done.stderr
     assert "it is excluded by 'bn1'" in done.stdout
     assert "--strict: 1 layers were left" in done.stderr
     assert not target.exists()

@@ -314,7 +314,10 @@ def test_patterns_that_match_nothing_or_are_none_are_refused(change: Any) -> Non
     assert [type(m) for m in model] == [nn.BatchNorm2d, nn.ReLU, nn.BatchNorm2d]
     change(nn.Sequential(nn.ReLU()), include="layer9.*")
     change(model, include=lambda name, _: name == "9")
-    change(model, include=["0", "layer9.*"])
+    for patterns in ({"include": ["0", "layer9.*"]}, {"include": "0", "exclude": "layer9.*"}):
+        with pytest.warns(UserWarning, match=r"clude: 'layer9\.\*' matches none of the 2 ") as said:
+            change(model, **patterns)
+        assert len(said) == 1
 
 
 def test_a_failure_in_the_middle_leaves_the_model_as_it_was() -> None:

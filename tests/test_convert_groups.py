@@ -27,6 +27,9 @@ def test_groups_without_distributed_are_refused() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3))
     with pytest.raises(BnconvertError, match=r"group_size: torch\.distributed is not initialized"):
         convert_sync_batchnorm(model, group_size=2)
+    for wrong in ("2", 2.0, True):
+        with pytest.raises(BnconvertError, match="group_size: expected a number of ranks, got"):
+            convert_sync_batchnorm(model, group_size=wrong)  # type: ignore[arg-type]
     with pytest.raises(BnconvertError, match="on_unknown"):
         convert_sync_batchnorm(model, on_unknown="ignore")  # type: ignore[arg-type]
     assert type(model[0]) is nn.BatchNorm2d

@@ -187,11 +187,17 @@ def test_batches_run_under_the_default_device_of_the_caller() -> None:
 
 def test_arguments_of_another_kind_are_refused_by_name() -> None:
     values = samples(8, 4)
-    for changes, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"loader": 5}, "loader: expected batches to iterate over, got 5"),
         ({"device": "gpu"}, "device: torch knows no 'gpu'"),
         ({"num_batches": "2"}, "num_batches: is '2'"),
-    ):
+        ({"loader": values}, r"loader: is one tensor; .* tensor\.split"),
+        ({"forward": "model"}, "forward: expected a function or None, got 'model'"),
+        ({"progress": 1}, "progress: expected a function or None, got 1"),
+        ({"process_group": [0]}, r"process_group: torch\.distributed is not initialized"),
+        *([] if torch.cuda.is_available() else [({"device": "cuda"}, "device: cuda cannot be")]),
+    ]
+    for changes, message in cases:
         arguments: dict[str, Any] = {"loader": [values], **changes}
         with pytest.raises(bc.BnconvertError, match=message):
             bc.recalibrate_batchnorm(nn.BatchNorm1d(4), **arguments)

@@ -17,10 +17,13 @@ def check_group_size(group_size: int) -> None:
     """Refuse a size that does not divide the ranks into whole groups.
 
     Raises:
-        BnconvertError: torch.distributed is not initialized, or the size does not fit.
+        BnconvertError: It is no integer, torch.distributed is not initialized, or the size does
+            not fit.
     """
     import torch.distributed as dist
 
+    if not isinstance(group_size, int) or isinstance(group_size, bool):
+        raise BnconvertError(f"group_size: expected a number of ranks, got {group_size!r}")
     if not dist.is_available() or not dist.is_initialized():
         raise BnconvertError(
             "group_size: torch.distributed is not initialized; call init_process_group first"

@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from bnconvert.collective import Ranks
-from bnconvert.errors import BnconvertError
+from bnconvert.errors import BnconvertError, first_line
 from bnconvert.forwarding import default_forward, is_sharded, unwrap, without_compilation
+from bnconvert.layers.group import check_group
 from bnconvert.recalibration.mean_of_batches import mean_of_batches
 from bnconvert.recalibration.population import population
 from bnconvert.recalibration.run import Forward, Progress, Run
@@ -89,8 +90,10 @@ def recalibrate_batchnorm(
             or values that are not finite, another rank failed, or `estimator` is "population" and
             the model is sharded by FSDP, or keeps something of a batch outside its local variables.
     """
+    check_group(process_group)
     ranks = Ranks(process_group)
     try:
+        _check_callables(forward=forward, progress=progress)
         network = unwrap(model)
         found = find_layers(network)
         _check(network, num_batches, estimator)
@@ -109,9 +112,7 @@ def recalibrate_batchnorm(
     )
     with ExitStack() as restore:
         _keep_flags(network, restore)
-        restore.enter_context(
-            without_compilation(network)
-        )  # torch keeps it for all threads at once
+        restore.enter_context(without_compilation(network))  # holds for all threads at once
         try:
             estimate = population if estimator == "population" else mean_of_batches
             estimate(run, _batches(loader, num_batches))
@@ -142,6 +143,12 @@ def _check(network: nn.Module, num_batches: int | None, estimator: str) -> None:
             raise BnconvertError(f"{name}: is on the meta device; load weights first")
 
 
+def _check_callables(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None and not callable(value):
+            raise BnconvertError(f"{name}: expected a function or None, got {value!r}")
+
+
 def _refuse_inference(layers: dict[nn.Module, Statistics]) -> None:
     for layer, statistics in layers.items():
         if any(buffer.is_inference() for buffer in layer.buffers(recurse=False)):
@@ -154,11 +161,16 @@ def _refuse_inference(layers: dict[nn.Module, Statistics]) -> None:
 def _device(device: torch.device | str | None, model: nn.Module) -> torch.device:
     if device is not None:
         try:
-            return torch.device(device)
+            where = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise BnconvertError(
                 f"device: torch knows no {device!r}; give 'cpu' or 'cuda'"
             ) from error
+        try:
+            torch.empty(0, device=where)
+        except (RuntimeError, AssertionError) as error:  # no driver, no such index, not built in
+            raise BnconvertError(f"device: {where} cannot be used: {first_line(error)}") from error
+        return where
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
@@ -176,6 +188,10 @@ def _keep_flags(model: nn.Module, restore: ExitStack) -> None:
 
 def _batches(loader: Iterable[Any], num_batches: int | None) -> Iterable[Any]:
     """Yield the batches that are asked for; none or too few are an error."""
+    if isinstance(loader, torch.Tensor):
+        raise BnconvertError(
+            "loader: is one tensor; give batches to iterate over, such as tensor.split(32)"
+        )
     try:
         iterator = iter(loader)
     except TypeError as error:
