@@ -66,10 +66,10 @@ class Ranks:
 
     def members(self, group: ProcessGroup | None) -> list[int]:
         """Return the ranks, numbered as here, that are also in another group."""
-        import torch.distributed as dist
+        from bnconvert.kernels import comm
 
-        others = set(dist.get_process_group_ranks(group))
-        own = dist.get_process_group_ranks(self._group)
+        others = set(comm.ranks_of(group))
+        own = comm.ranks_of(self._group)
         return [rank for rank, everywhere in enumerate(own) if everywhere in others]
 
     def _gather(self, value: Any) -> list[Any]:

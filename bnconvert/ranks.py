@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from bnconvert.errors import BnconvertError
+from bnconvert.kernels import comm
 from bnconvert.layers import Kind
 from bnconvert.layers.group import check_group, group_of, ranges
 from bnconvert.walk import find_norms
@@ -117,7 +118,6 @@ def _refuse_unreduced(model: nn.Module) -> None:
 def _describe(norm: Norm) -> _Layer:
     layer: Any = norm.module
     tensor = next((t for t in (layer.running_mean, layer.weight) if t is not None), None)
-    group = group_of(layer)
     return _Layer(
         norm.name,
         type(layer).__name__,
@@ -128,8 +128,15 @@ def _describe(norm: Norm) -> _Layer:
         layer.affine,
         layer.eps,
         layer.momentum,
-        tuple(dist.get_process_group_ranks(group or dist.group.WORLD)),
+        tuple(_members(norm)),
     )
+
+
+def _members(norm: Norm) -> list[int]:
+    try:
+        return comm.ranks_of(group_of(norm.module))
+    except BnconvertError as error:
+        raise BnconvertError(f"{norm.name or 'the model'}: {error}") from error
 
 
 def _first_difference(by_rank: dict[int, _Facts | str]) -> str:

@@ -1,17 +1,22 @@
 """The two collectives of a synchronised layer: one sum over the ranks each way.
 
-A process group is named by its string in torch's registry, which operators can take as an argument
-and `torch.compile` as a constant; "" is the default group.
+A process group is named by a string, which operators can take as an argument and `torch.compile` as
+a constant; "" is the default group. It is the group's name in torch's registry, as long as that
+means one group: torch counts names anew after `destroy_process_group`.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from bnconvert.errors import BnconvertError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,23 +26,60 @@ _forced = 0
 """How many `forced` blocks are open."""
 
 
+_named: dict[str, weakref.ref[dist.ProcessGroup]] = {}
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name by which operators find a group, for as long as the group exists."""
+    base = name = str(group.group_name)
+    generations = itertools.count(1)
+    while (known := _named[name]() if name in _named else None) not in (None, group):
+        name = f"{base}#{next(generations)}"
+    if known is None:
+        _named[name] = weakref.ref(group)
+    return name
+
+
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """Return the process group registered under a name; "" is the default group."""
+    """Return the process group of a name; "" is the default group.
+
+    Raises:
+        BnconvertError: The group was destroyed.
+    """
     if not name:
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError("the default process group has not been initialized")
         return world
+    group = _named[name]() if name in _named else None
+    if group is not None:
+        ranks_of(group)
+        return group
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     found: dist.ProcessGroup = resolve(name)
     return found
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group; None is the default group.
+
+    Raises:
+        BnconvertError: The group was destroyed.
+    """
+    try:
+        return dist.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise BnconvertError(
+            "process_group: the group of a synchronised layer was destroyed; set the layer's "
+            "process_group, or convert the model again, after init_process_group"
+        ) from error
 
 
 def group_size(name: str) -> int:
     """Return the number of ranks in the group; 1 where torch.distributed is not initialized.
 
     Raises:
-        RuntimeError: No group of this name exists any more.
+        BnconvertError: The group was destroyed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 1
@@ -48,7 +90,7 @@ def communicates(name: str) -> bool:
     """Whether a layer of the group exchanges statistics: it has peers, or `forced` says so.
 
     Raises:
-        RuntimeError: No group of this name exists any more.
+        BnconvertError: The group was destroyed.
     """
     return _forced > 0 or group_size(name) > 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from bnconvert import (
     revert_sync_batchnorm,
 )
 from bnconvert.testing import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_groups_without_distributed_are_refused() -> None:
@@ -83,6 +86,38 @@ def groups(rank: int) -> None:
 @pytest.mark.distributed
 def test_process_groups_and_group_size() -> None:
     run_ranks(groups, 4)
+
+
+def reinitialized(rank: int, store: str) -> None:
+    """A group from before `destroy_process_group` is not one of those that came after it."""
+    old = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    new_group: Any = dist.new_group
+    convert_sync_batchnorm(old, new_group([0, 1]))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    alone = [new_group([member]) for member in (0, 1)]
+    new = convert_sync_batchnorm(nn.BatchNorm2d(3), alone[rank])
+    x = torch.randn(4, 3, 2, 2) + rank
+    new(x)
+    torch.testing.assert_close(new.running_mean, 0.1 * x.mean((0, 2, 3)))
+    for use in (
+        lambda: old(x),
+        lambda: bnconvert.verify_ranks(old),
+        lambda: bnconvert.recalibrate_batchnorm(old, [x], estimator="mean_of_batches"),
+    ):
+        with pytest.raises(BnconvertError, match="the group of a synchronised layer was destroyed"):
+            use()
+    assert "exists no more" in str(bnconvert.inspect_batchnorm(old))
+    dist.barrier()
+    pair = new_group([0, 1])
+    dist.destroy_process_group(alone[rank])
+    convert_sync_batchnorm(old, pair)
+    old(x)
+
+
+@pytest.mark.distributed
+def test_a_layer_does_not_use_another_group_that_has_the_name_of_its_own(tmp_path: Path) -> None:
+    run_ranks(reinitialized, 2, str(tmp_path / "again"))
 
 
 def wrapped(rank: int) -> None:

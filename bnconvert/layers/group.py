@@ -21,7 +21,7 @@ class GroupRef:
 
     Attributes:
         group: The process group; None is the default group.
-        name: Name of the group in torch's registry, which operators take; "" for the default group.
+        name: The name by which operators find the group; "" for the default group.
         lost: Whether a group was set before pickling: the default group is used since.
     """
 
@@ -29,7 +29,11 @@ class GroupRef:
 
     def __init__(self, group: ProcessGroup | None = None, *, lost: bool = False) -> None:
         self.group = group
-        self.name = "" if group is None else str(group.group_name)
+        self.name = ""
+        if group is not None:
+            from bnconvert.kernels import comm  # imports torch.distributed
+
+            self.name = comm.name_of(group)
         self.lost = lost
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
@@ -47,13 +51,12 @@ class GroupRef:
         """Return the group in words: "default group" or its ranks."""
         if self.group is None:
             return "default group (its own was lost in pickling)" if self.lost else "default group"
-        import torch.distributed as dist
+        from bnconvert.kernels import comm
 
         try:
-            ranks = dist.get_process_group_ranks(self.group)
-        except (RuntimeError, ValueError, KeyError):
+            return f"ranks {ranges(comm.ranks_of(self.group))}"
+        except BnconvertError:
             return f"group {self.name!r}, which exists no more"
-        return f"ranks {ranges(ranks)}"
 
 
 def group_of(layer: Any) -> ProcessGroup | None:
