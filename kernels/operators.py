@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bnconvert.kernels import activation as activations
 from bnconvert.kernels import aten_cuda, comm, native, reference
+from bnconvert.kernels.recomputation import is_recomputation
 from bnconvert.kernels.selection import choose, driver_for
 
 if TYPE_CHECKING:
@@ -42,14 +43,6 @@ _define(
     "Tensor? bias, Tensor statistics, Tensor sums, str activation, float negative_slope) "
     "-> (Tensor grad_input, Tensor grad_residual)"
 )
-
-
-def is_recomputation() -> bool:
-    """Whether this runs inside a backward, as activation checkpointing repeats a forward.
-
-    Statistics have counted the batch then. Code that is being compiled cannot tell.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _torch_kernels(input: Tensor) -> Any:  # noqa: A002

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import pickle
 from dataclasses import dataclass, field
@@ -257,64 +256,6 @@ def differentiate_twice(rank: int) -> None:
 @pytest.mark.distributed
 def test_second_derivative_is_refused_not_wrong() -> None:
     run_ranks(differentiate_twice, 2)
-
-
-def recompute(rank: int) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    layer: Any = SyncBatchNorm1d(3, momentum=None)
-    for number in range(3):
-        x = torch.randn(4, 3, requires_grad=True)
-        checkpoint(layer, x, use_reentrant=number % 2 == 1).square().sum().backward()
-        assert int(layer.num_batches_tracked) == number + 1
-        assert layer.track_running_stats
-    if dist.is_initialized():  # alone, the compiled forward is that of torch
-        compiled = torch.compile(layer, backend="aot_eager")
-        checkpoint(compiled, x, use_reentrant=False).square().sum().backward()
-        assert int(layer.num_batches_tracked) == 4
-
-
-@pytest.mark.distributed
-def test_activation_checkpointing_updates_statistics_once() -> None:
-    run_ranks(recompute, 2)
-
-
-def test_activation_checkpointing_updates_statistics_once_without_ranks() -> None:
-    recompute(0)
-
-
-def save_the_sums(rank: int) -> list[Tensor]:
-    from torch.utils.checkpoint import (
-        CheckpointPolicy,
-        checkpoint,
-        create_selective_checkpoint_contexts,
-    )
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = str(op).startswith("bnconvert.global_sums")
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    torch.manual_seed(rank)
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(4, 3, dtype=torch.float64)
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    found: list[Any] = []
-    cases: tuple[dict[str, Any], ...] = ({}, {"context_fn": contexts})
-    for options in cases:
-        layer: Any = SyncBatchNorm1d(3).double()
-        x.grad = None
-        output = checkpoint(layer, x, use_reentrant=False, **options)
-        (weights * output).sum().backward()
-        assert x.grad is not None
-        found += [x.grad.clone(), layer.weight.grad, layer.running_var]
-    return found
-
-
-@pytest.mark.distributed
-def test_sums_may_be_saved_instead_of_sent_again() -> None:
-    for found in run_ranks(save_the_sums, 2):
-        for expected, got in zip(found[:3], found[3:], strict=True):
-            assert torch.equal(expected, got)
 
 
 def wrong_channels(rank: int) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bnconvert.kernels import comm
-from bnconvert.kernels.operators import is_recomputation
 from bnconvert.kernels.ops import synchronized_batch_norm
+from bnconvert.kernels.recomputation import counting, counts_late, is_recomputation
 from bnconvert.layers import classes, families
 from bnconvert.layers.group import GroupRef, check_group
 from bnconvert.layers.tracing import traced_call
@@ -68,6 +68,12 @@ class SyncMixin(nn.Module):
         call: Tensor | None = traced_call(self, input)
         if call is not None:
             return call
+        if self.training and counts_late(self):
+            with counting():
+                return self._forward(input)
+        return self._forward(input)
+
+    def _forward(self, input: Tensor) -> Tensor:  # noqa: A002
         if not self.training or not comm.communicates(self._bnconvert_group.name):
             return self._forward_alone(input)
         self._check_input_dim(input)  # type: ignore[operator]
