@@ -164,7 +164,7 @@ def _inspect(norm: Norm) -> InspectedLayer:
         channels,
         getattr(module, "eps", None),
         getattr(module, "momentum", None),
-        _stats(norm, mean),
+        _stats(norm),
         _affine(module, weight, _tensor(module, "bias")),
         "none" if known is None else str(known.dtype).removeprefix("torch."),
         _group(norm),
@@ -176,8 +176,8 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _stats(norm: Norm, mean: Tensor | None) -> str:
-    if mean is None:
+def _stats(norm: Norm) -> str:
+    if all(_tensor(norm.module, name) is None for name in ("running_mean", "running_var")):
         return "none"
     state = frozen_state(norm.module)
     frozen = norm.kind is Kind.FOREIGN_FROZEN or (state is not None and state.stats)

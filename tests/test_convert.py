@@ -174,7 +174,18 @@ def test_planning_changes_nothing_and_shows_every_name() -> None:
     assert "the same layer as norm" in str(plan)
 
 
-@pytest.mark.parametrize("unknown", [OwnForward(3), OwnCall(3), HandWritten()])
+class BatchRenorm2d(nn.Module):
+    """Named like a BatchNorm, with statistics under names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_avg_mean", torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [OwnForward(3), OwnCall(3), HandWritten(), timm.layers.EvoNorm2dB0(3), BatchRenorm2d()],
+)
 def test_unknown_layers_raise_all_named_and_nothing_is_converted(unknown: nn.Module) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), unknown, nn.ModuleDict({"x": copy.deepcopy(unknown)}))
     with pytest.raises(BnconvertError, match=r"2 unknown.*1: .*2\.x: ") as caught:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -33,6 +34,11 @@ def test_values_that_are_not_finite_are_found(name: str) -> None:
         getattr(layer, name)[1] = float("-inf")
     text = f"{name} is not finite in 1 of 4 channels, the first is channel 1 (-inf)"
     assert findings(layer) == {"": text}
+
+
+def test_a_layer_with_one_running_statistic_is_listed() -> None:
+    (layer,) = inspect_batchnorm(nn.Sequential(timm.layers.EvoNorm2dB0(4))).layers
+    assert (layer.kind, layer.stats, layer.channels) == ("unknown", "live", 4)
 
 
 def test_every_kind_of_layer_is_listed_with_its_facts() -> None:

@@ -36,7 +36,7 @@ _NOT_BY_CLASS: set[type] = set()
 
 _IN_PLACE_NAMES = {"InPlaceABN", "InPlaceABNSync", "InplaceAbn", "ABN"}
 _FROZEN_NAMES = re.compile(r"^Frozen_?(Batch_?Norm|BN)", re.IGNORECASE)
-_LEAF_NAMES = re.compile(r"batch_?norm", re.IGNORECASE)
+_LEAF_NAMES = re.compile(r"batch_?(re)?norm", re.IGNORECASE)
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -101,14 +101,14 @@ def _runs_known_forward(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def _holds_statistics(module: nn.Module) -> bool:
-    """Whether the module has a running mean and variance, set or None, and code that uses them.
+    """Whether the module has a running mean or variance, set or None, and code that uses them.
 
     In an exported graph, modules without a forward hold the buffers of what were layers.
     """
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         return False
     places: tuple[dict[str, Any], ...] = (module._buffers, module._parameters, module.__dict__)
-    return all(any(name in place for place in places) for name in _STATISTICS)
+    return any(name in place for place in places for name in _STATISTICS)
 
 
 def _is_scripted_norm(module: torch.jit.ScriptModule) -> bool:
