@@ -18,6 +18,8 @@ from bnconvert.layers.frozen import (
     FrozenState,
     affine_parameters,
     frozen_state,
+    not_parameters,
+    recorded_flags,
 )
 from bnconvert.layers.group import GROUP_KEY
 from bnconvert.layers.kinds import why_unknown
@@ -72,7 +74,8 @@ def freeze_batchnorm(
     Raises:
         UnknownLayerError: Layers that look like BatchNorm run code of their own, so that it is
             unknown what freezing their statistics means; nothing was changed.
-        BnconvertError: Neither `stats` nor `affine` is to be frozen, or `include` matches no layer.
+        BnconvertError: Neither `stats` nor `affine` is to be frozen, `include` matches no layer, or
+            weight and bias are in a flat parameter of FSDP; nothing was changed.
     """
     return plan_freeze_batchnorm(
         model, stats=stats, affine=affine, include=include, exclude=exclude
@@ -96,6 +99,8 @@ def plan_freeze_batchnorm(
     chosen = [norm for norm in norms if not selection.why_not(norm)]
     if stats:
         _refuse_unknown(chosen)
+    if affine:
+        _refuse_flattened(chosen)
     recorded = _recorded_flags(norms)
     layers: list[LayerReport] = []
     edits: list[Edit] = []
@@ -157,8 +162,8 @@ def plan_unfreeze_batchnorm(
         edits.append(swap_class(norm.module, norm.name, target, drop=(FROZEN_KEY,)))
         parameters = affine_parameters(norm.module)
         flags = {
-            name: required and id(parameters.get(name)) not in held
-            for name, required in (state.requires_grad or {}).items()
+            name: required and id(parameters[name]) not in held
+            for name, required in recorded_flags(state, norm.module).items()
         }
         edits.append(_require_grad(norm.module, flags))
         layers += norm.entries(Outcome.UNFROZEN, now=target.__name__)
@@ -193,6 +198,16 @@ def _refuse_unknown(chosen: list[Norm]) -> None:
         )
 
 
+def _refuse_flattened(chosen: list[Norm]) -> None:
+    for norm in chosen:
+        if names := not_parameters(norm.module):
+            raise BnconvertError(
+                f"{norm.name or 'the model'}: its {' and '.join(names)} cannot be frozen, being no "
+                "parameters of the layer: FSDP keeps them in one flat parameter unless "
+                "use_orig_params=True; freeze with affine=False"
+            )
+
+
 def _has_frozen_class(norm: Norm) -> bool:
     if norm.kind is Kind.UNKNOWN or (norm.kind is Kind.SYNC and replaces_forward(norm.module)):
         return False
@@ -209,11 +224,9 @@ def _recorded_flags(norms: list[Norm]) -> dict[int, bool]:
     """
     recorded: dict[int, bool] = {}
     for norm in norms:
-        state = frozen_state(norm.module)
         parameters = affine_parameters(norm.module)
-        for name, required in ((state and state.requires_grad) or {}).items():
-            if name in parameters:
-                recorded[id(parameters[name])] = required
+        for name, required in recorded_flags(frozen_state(norm.module), norm.module).items():
+            recorded[id(parameters[name])] = required
     return recorded
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.layers import Kind, foreign
-from bnconvert.layers.frozen import AFFINE, frozen_state
+from bnconvert.layers.frozen import AFFINE, frozen_state, not_parameters
 from bnconvert.layers.sync import SyncMixin
 from bnconvert.report import SCHEMA, format_table
 from bnconvert.walk import Norm, find_norms
@@ -216,7 +216,9 @@ def _findings(norm: Norm, model_trains: bool) -> list[str]:
         *(
             text
             for name in AFFINE
-            if (tensor := _tensor(module, name)) is not None and not tensor.is_meta
+            if name not in not_parameters(module)
+            and (tensor := _tensor(module, name)) is not None
+            and not tensor.is_meta
             for text in _value_findings(name, tensor, [(~torch.isfinite(tensor), "is not finite")])
         ),
     ]

@@ -58,6 +58,41 @@ def test_a_shared_parameter_is_trained_again_when_its_last_layer_is() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
+def pruned(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "weight", 0.3)  # type: ignore[no-untyped-call]
+
+
+def parametrized(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", nn.Softplus(), unsafe=True)
+
+
+UNDO: dict[Any, Any] = {
+    pruned: lambda layer: prune.remove(layer, "weight"),  # type: ignore[no-untyped-call]
+    parametrized: lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+}
+
+
+@pytest.mark.parametrize("change", UNDO, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+@pytest.mark.parametrize("added", [True, False])
+def test_flags_come_back_to_a_weight_that_was_rebuilt_while_frozen(
+    change: Any, trained: str, added: bool
+) -> None:
+    layer = nn.BatchNorm2d(4)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name == trained)
+    if not added:
+        change(layer)
+    bc.freeze_batchnorm(layer)
+    change(layer) if added else UNDO[change](layer)
+    bc.freeze_batchnorm(layer)  # again, which changes nothing
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    bc.unfreeze_batchnorm(layer)
+    flags = {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+    assert len(flags) == 2
+    assert all(required == (trained in name) for name, required in flags.items())
+
+
 def with_property(layer: nn.Module) -> None:
     class Gamma(nn.BatchNorm2d):
         @property
@@ -86,3 +121,20 @@ def test_what_weight_and_bias_are_made_of_is_frozen_too(change: Any) -> None:
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     bc.unfreeze_batchnorm(model)
     assert all(parameter.requires_grad for parameter in layer.parameters())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:.*FSDP.*NO_SHARD", "ignore::FutureWarning")
+def test_weights_in_a_flat_parameter_are_refused_and_their_values_not_read() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model: Any = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    flat = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    assert bc.inspect_batchnorm(flat).layers[0].affine == "trained"
+    for stats in (True, False):
+        with pytest.raises(bc.BnconvertError, match=r"\.1: its weight and bias cannot be frozen"):
+            bc.freeze_batchnorm(flat, stats=stats)
+    bc.freeze_batchnorm(flat, affine=False)
+    assert type(model[1]).__name__ == "FrozenBatchNorm2d"
+    flat(torch.randn(2, 3, 4, 4)).sum().backward()
+    assert int(model[1].num_batches_tracked) == 0

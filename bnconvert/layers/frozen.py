@@ -63,6 +63,43 @@ def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in found.items() if parameter is not None}
 
 
+def not_parameters(module: nn.Module) -> list[str]:
+    """Return "weight" and "bias" where they are tensors that no parameter of the layer makes.
+
+    FullyShardedDataParallel keeps the values of several layers in one flat parameter of its own,
+    and gives the layers views into it, which are not always filled.
+    """
+    made = {_made_of(name) for name in affine_parameters(module)}
+    return [
+        name
+        for name in AFFINE
+        if isinstance(module.__dict__.get(name), Tensor) and name not in made
+    ]
+
+
+def recorded_flags(state: FrozenState | None, module: nn.Module) -> dict[str, bool]:
+    """Return the recorded `requires_grad` of the parameters that a layer has now.
+
+    A weight that was pruned or parametrized since, or is no more, has other parameters than those
+    that were recorded; they take the flag of what was recorded for the same weight.
+    """
+    recorded = (state and state.requires_grad) or {}
+    made_of: dict[str, bool] = {}
+    for name, required in recorded.items():
+        made_of[_made_of(name)] = made_of.get(_made_of(name), False) or required
+    return {
+        name: recorded.get(name, made_of[_made_of(name)])
+        for name in affine_parameters(module)
+        if name in recorded or _made_of(name) in made_of
+    }
+
+
+def _made_of(name: str) -> str:
+    """Return "weight" for `weight_orig` and `parametrizations.weight.original`, for example."""
+    base = name.removeprefix("parametrizations.")
+    return next((own for own in AFFINE if base.startswith((f"{own}_", f"{own}."))), name)
+
+
 class FrozenMixin(nn.Module):
     """Put in front of a BatchNorm class, makes it normalize with its stored statistics only."""
 
