@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bnconvert.errors import BnconvertError, first_line
+from bnconvert.forwarding import input_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -39,38 +40,68 @@ def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Run the body with the model in eval mode and without gradients; restore all that it changes.
 
-    Training flags are set directly, as a module may override `train`; buffers are put back where
-    the run wrote to them; the random state of the CPU is kept.
+    The random state of the CPU is kept, too.
+    """
+    with in_eval_mode(model), torch.random.fork_rng(devices=[]), buffers_kept(model):
+        yield
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run the body with every module in eval mode, and restore the flags.
+
+    They are set one by one: a `train` method that does more (merging branches, say) would change
+    the model.
     """
     modules = list(model.modules())
     flags = [module.training for module in modules]
     try:
         for module in modules:
             module.training = False
-        with torch.random.fork_rng(devices=[]), buffers_kept(model):
-            yield
+        yield
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Run the body without gradients, and put the buffers back where it wrote to them."""
-    saved = [(b, _version(b), b.clone()) for b in model.buffers() if b.device.type != "meta"]
+def buffers_kept(model: nn.Module, besides: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Run the body without gradients, and put the buffers back where it wrote to them.
+
+    Args:
+        model: The model; some modules write to buffers in eval mode too, as the observers of
+            quantization-aware training do.
+        besides: Buffers that keep what the body writes.
+    """
+    free = {id(buffer) for buffer in besides}
+    saved = [
+        (module, name, buffer, _version(buffer), buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and id(buffer) not in free
+    ]
     try:
         with torch.no_grad():
             yield
     finally:
         with torch.no_grad():
-            for buffer, version, value in saved:
-                if version is None or _version(buffer) != version:
+            for module, name, buffer, version, value in saved:
+                module._buffers[name] = buffer
+                if buffer.shape != value.shape:
+                    buffer.resize_(value.shape)
+                if _version(buffer) != version or _differs(buffer, value):
                     buffer.copy_(value)
 
 
 def _version(tensor: Tensor) -> int | None:
     """Return how often a tensor was written to; None for inference tensors, which do not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+def _differs(tensor: Tensor, value: Tensor) -> bool:
+    """Return whether a tensor was written to without being counted, as fused observers do."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return plain and not torch.equal(tensor, value)
 
 
 def input_dims(
@@ -84,10 +115,10 @@ def input_dims(
     args, kwargs = as_arguments(example_inputs)
     seen: dict[int, set[int]] = {id(layer): set() for layer in layers}
 
-    def record(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        seen[id(layer)].add(inputs[0].dim())
+    def record(layer: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        seen[id(layer)].add(input_of(inputs, by_name).dim())
 
-    handles = [layer.register_forward_pre_hook(record) for layer in layers]
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     try:
         with untouched(model):
             model(*args, **kwargs)

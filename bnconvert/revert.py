@@ -96,6 +96,8 @@ def _why_left(norm: Norm) -> str:
     if norm.kind is Kind.FOREIGN_SYNC:
         known = foreign.describe(norm.module)
         return foreign.blocker(norm.module, known) if known else ""
+    if norm.kind is Kind.FROZEN and (known := foreign.describe(norm.module)) is not None:
+        return f"it is frozen, and synchronised by {known.library} once unfrozen; unfreeze it first"
     return f"it is not synchronised ({norm.kind.value})"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -157,3 +158,26 @@ def test_pruned_and_spectral_norm_models_convert() -> None:
     revert_sync_batchnorm(model)
     assert type(model[1]) is nn.BatchNorm2d
     assert torch.equal(model(x), before)
+
+
+def test_a_timm_layer_takes_its_input_by_the_name_that_timm_gives_it() -> None:
+    layer: Any = BatchNormAct2d(3)
+    x = torch.randn(2, 3, 4, 4)
+    for train, change in ((True, convert_sync_batchnorm), (False, bnconvert.freeze_batchnorm)):
+        expected = layer.train(train)(x=x)
+        change(layer)
+        assert torch.equal(layer(x=x), expected)
+
+
+def test_a_class_that_cannot_be_subclassed_is_named_and_nothing_is_changed() -> None:
+    class Registered(nn.BatchNorm2d):
+        def __init_subclass__(cls, *, key: str) -> None:
+            super().__init_subclass__()
+
+    model = nn.Sequential(nn.BatchNorm2d(3), Registered(3))
+    for change in (convert_sync_batchnorm, bnconvert.freeze_batchnorm):
+        with pytest.raises(BnconvertError, match=r"Registered: cannot be subclassed \(.*'key'\)"):
+            change(model)
+        assert type(model[0]) is nn.BatchNorm2d
+        change(model, exclude="1")
+        revert_sync_batchnorm(bnconvert.unfreeze_batchnorm(model))

@@ -243,7 +243,7 @@ def test_unreached_and_statless_layers_are_left_with_a_reason() -> None:
     )
     reasons = {layer.name: layer.reason for layer in report.left}
     assert "track_running_stats=False" in reasons["0"]
-    assert reasons["spare"] == "the forward pass does not reach it"
+    assert reasons["spare"] == "the forward pass does not call it"
 
 
 def test_the_report_says_how_far_the_statistics_moved() -> None:

@@ -162,3 +162,26 @@ def test_the_compiler_is_as_before_where_a_part_was_compiled_in_place(estimator:
     assert not calls
     model(images(2)[0])
     assert calls == ["compiled"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.ao, which is deprecated
+def test_quantization_aware_training_keeps_its_observers_and_its_fused_layers() -> None:
+    from torch.ao import quantization
+
+    model: Any = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+    )
+    model = quantization.fuse_modules_qat(model, [["0", "1"]])  # type: ignore[no-untyped-call]
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[no-untyped-call]
+    quantization.prepare_qat(model, inplace=True)  # type: ignore[no-untyped-call]
+    model(images(4)[0])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(bc.BnconvertError, match="keeps something of a batch"):  # the observers do
+        bc.recalibrate_batchnorm(model, images(9, 9, 9))
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    report = bc.recalibrate_batchnorm(model, images(9, 9, 9), estimator="mean_of_batches")
+    state = model.state_dict()
+    changed = [name for name in before if not torch.equal(state[name], before[name])]
+    assert changed == ["3.running_mean", "3.running_var"]
+    (left,) = report.left
+    assert left.reason.startswith("it is part of a ConvBn2d, whose quantized weights depend on")

@@ -17,6 +17,7 @@ from bnconvert import (
     BnconvertError,
     Outcome,
     SyncBatchNorm2d,
+    freeze_batchnorm,
     is_synchronized,
     plan_revert_sync_batchnorm,
     revert_sync_batchnorm,
@@ -42,7 +43,7 @@ class OneTwoThree(nn.Module):
         self.three = nn.BatchNorm3d(4)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        image = self.two(x * scale)
+        image = self.two(input=x * scale)
         sequence = self.one_with_length(image.flatten(2))
         volume = self.three(sequence.unflatten(2, (2, 2, -1)))
         result: Tensor = self.one(volume.mean((2, 3, 4)))
@@ -201,3 +202,11 @@ def test_activations_that_torchs_converter_dropped_come_back() -> None:
         revert_sync_batchnorm(damaged, example_inputs=x)
         assert torch.equal(damaged(x), expected)
     assert [type(m) for m in damaged.modules()] == types
+
+
+def test_a_frozen_layer_that_torch_synchronises_is_left_with_the_way_out() -> None:
+    model = freeze_batchnorm(nn.Sequential(nn.SyncBatchNorm(3)))
+    (left,) = plan_revert_sync_batchnorm(model).report.left
+    assert left.reason == (
+        "it is frozen, and synchronised by torch once unfrozen; unfreeze it first"
+    )

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from bnconvert.convert import plan_revert_sync_batchnorm
+from bnconvert.errors import BnconvertError
 from bnconvert.finetune.evaluation import evaluate, evaluate_onnx
 from bnconvert.finetune.network import build_model, fit_head, has_own_statistics
 from bnconvert.freeze import plan_unfreeze_batchnorm
@@ -88,7 +89,13 @@ def _recalibrate(trainer: Trainer, model: nn.Module) -> list[dict[str, Any]]:
     loader = trainer.data.recalibration_loader(
         processes, settings.batch_size, settings.recalibrate, settings.seed
     )
-    report = recalibrate_batchnorm(model, loader, device=processes.device)
+    try:
+        report = recalibrate_batchnorm(model, loader, device=processes.device)
+    except BnconvertError as error:
+        raise BnconvertError(
+            f"--recalibrate: {error} (the training is kept: --resume without --recalibrate saves "
+            "the model with the statistics of training, and bnconvert recalibrate has --estimator)"
+        ) from error
     batches = len(loader)
     if batches < settings.recalibrate:
         trainer.console.note(

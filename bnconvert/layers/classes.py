@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from bnconvert.errors import BnconvertError
+
 _COUNTERPARTS: dict[type, dict[type, type[nn.Module]]] = {}
 """mixin -> class -> the class that has the mixin in front of it."""
 
@@ -45,6 +47,9 @@ def derive(mixin: type, origin: type[nn.Module]) -> type[nn.Module]:
         mixin: A class with a string `_bnconvert_prefix`, put before the name of the class, and
             `_bnconvert_public`, the names under which it is used; an origin keeps its own of those.
         origin: A layer class that does not override `forward`.
+
+    Raises:
+        BnconvertError: No class can be derived from it.
     """
     known = _COUNTERPARTS.setdefault(mixin, {})
     if origin not in known:
@@ -52,7 +57,12 @@ def derive(mixin: type, origin: type[nn.Module]) -> type[nn.Module]:
         public = [name for name in rules._bnconvert_public if hasattr(origin, name)]
         body = {name: inspect.getattr_static(origin, name) for name in public}
         name = rules._bnconvert_prefix + origin.__name__
-        cls = type(name, (mixin, origin), body | {"__module__": mixin.__module__})
+        try:
+            cls = type(name, (mixin, origin), body | {"__module__": mixin.__module__})
+        except TypeError as error:  # of its metaclass, or of an `__init_subclass__`
+            raise BnconvertError(
+                f"{origin.__qualname__}: cannot be subclassed ({error}); exclude layers of it"
+            ) from error
         register(mixin, origin, cls)
     return known[origin]
 

@@ -38,6 +38,15 @@ class _ActMixin(nn.Module):
     act: nn.Module
     drop: nn.Module
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize, drop out and activate; the input has timm's name for it.
+
+        Args:
+            x: (N, C, H, W).
+        """
+        output: Tensor = super().forward(x)
+        return output
+
     def _bnconvert_finish(self, output: Tensor) -> Tensor:
         """Apply the layer's dropout and activation."""
         activated: Tensor = self.act(self.drop(output))

@@ -19,7 +19,6 @@ state. A layer that is called several times per batch counts every call.
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -29,6 +28,7 @@ from bnconvert.collective import Ranks
 from bnconvert.errors import BnconvertError, first_line
 from bnconvert.forwarding import default_forward, is_sharded, unwrap, without_compilation
 from bnconvert.layers.group import check_group
+from bnconvert.probe import buffers_kept, in_eval_mode
 from bnconvert.recalibration.mean_of_batches import mean_of_batches
 from bnconvert.recalibration.population import population
 from bnconvert.recalibration.run import Forward, Progress, Run
@@ -110,9 +110,9 @@ def recalibrate_batchnorm(
         where,
         progress or (lambda done, total: None),
     )
-    with ExitStack() as restore:
-        _keep_flags(network, restore)
-        restore.enter_context(without_compilation(network))  # holds for all threads at once
+    written = [tensor for s in found.statistics.values() for tensor in (s.mean, s.variance)]
+    # The compiler's setting holds for all threads at once.
+    with in_eval_mode(network), buffers_kept(network, written), without_compilation(network):
         try:
             estimate = population if estimator == "population" else mean_of_batches
             estimate(run, _batches(loader, num_batches))
@@ -173,17 +173,6 @@ def _device(device: torch.device | str | None, model: nn.Module) -> torch.device
         return where
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def _keep_flags(model: nn.Module, restore: ExitStack) -> None:
-    """Put every module into eval mode until `restore` is closed.
-
-    The flags are set one by one: a `train` method that does more (merging branches, say) would
-    change the model.
-    """
-    for module in model.modules():
-        restore.callback(setattr, module, "training", module.training)
-        module.training = False
 
 
 def _batches(loader: Iterable[Any], num_batches: int | None) -> Iterable[Any]:

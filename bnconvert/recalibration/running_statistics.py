@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +213,10 @@ class Found:
 
 def find_layers(model: nn.Module) -> Found:
     """Return the layers whose running statistics can be estimated anew."""
-    norms = tuple((norm, _reason_to_leave(norm)) for norm in find_norms(model))
+    fused = _in_quantized_training(model)
+    norms = tuple(
+        (norm, fused.get(norm.module) or _reason_to_leave(norm)) for norm in find_norms(model)
+    )
     statistics = {
         norm.module: Statistics(
             norm.name,
@@ -224,6 +228,20 @@ def find_layers(model: nn.Module) -> Found:
         if not reason
     }
     return Found(statistics, norms)
+
+
+def _in_quantized_training(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers inside fused layers for quantization-aware training, with the reason."""
+    fused = sys.modules.get("torch.ao.nn.intrinsic.qat")
+    if fused is None:
+        return {}
+    kinds = (fused.ConvBn1d, fused.ConvBn2d, fused.ConvBn3d, fused.LinearBn1d)
+    return {
+        module.bn: f"it is part of a {type(module).__name__}, whose quantized weights depend on "
+        "its statistics; recalibrate before the layers are fused"
+        for module in model.modules()
+        if isinstance(module, kinds)
+    }
 
 
 def _reason_to_leave(norm: Norm) -> str:
@@ -243,7 +261,7 @@ def make_report(found: Found) -> RecalibrationReport:
     for norm, reason in found.norms:
         shift = shifts.get(norm.module)
         if shift is None:
-            why = reason or "the forward pass does not reach it"
+            why = reason or "the forward pass does not call it"
             layers += norm.entries(Outcome.LEFT, reason=why)
         else:
             restless = found.statistics[norm.module].restless
