@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -59,11 +60,13 @@ def _run(settings: Settings) -> None:
 def _fail(message: str) -> NoReturn:
     """Tell the launcher, or the user, why this process ends."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    told = False
     if path:
         extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
-        with open(path, "w") as file:  # noqa: PTH123 (torchrun's own path)
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-    if LAUNCHED not in os.environ:
+        with contextlib.suppress(OSError):  # the disk may be full
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+            told = LAUNCHED in os.environ
+    if not told:
         click.echo(f"error: {message}", err=True)
     sys.exit(1)
 

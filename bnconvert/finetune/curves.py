@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bnconvert.checkpoint import atomic_file
-from bnconvert.errors import BnconvertError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def check_plot(path: str | None) -> None:
-    """Refuse a picture that cannot be drawn at the end, before training begins.
-
-    Raises:
-        BnconvertError: matplotlib is missing, or the folder is.
-    """
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise BnconvertError("--plot: needs matplotlib; install bnconvert[plot]")
-    if not Path(path).absolute().parent.is_dir():
-        raise BnconvertError(f"--plot: there is no folder {Path(path).parent}; make it first")
 
 
 def draw(path: str, epochs: Sequence[Sequence[float]]) -> None:

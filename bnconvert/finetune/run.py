@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bnconvert import __version__
-from bnconvert.errors import BnconvertError
 from bnconvert.finetune.batches import Plan
-from bnconvert.finetune.curves import check_plot, draw
+from bnconvert.finetune.curves import draw
 from bnconvert.finetune.data import Data, open_data
 from bnconvert.finetune.finish import finish
 from bnconvert.finetune.network import (
@@ -21,6 +19,7 @@ from bnconvert.finetune.network import (
     prepare_norms,
     wrap,
 )
+from bnconvert.finetune.outputs import check_outputs
 from bnconvert.finetune.state import SCHEMA, RunFolder
 from bnconvert.finetune.training import Trainer
 from bnconvert.models import model_folder
@@ -50,11 +49,10 @@ def run(settings: Settings, processes: Processes, console: Console) -> dict[str,
         BnconvertError: The settings do not fit the machine, the model or the data; or training
             failed or was stopped, and its state is saved.
     """
-    check_plot(settings.plot)
-    _check_export(settings)
     folder = RunFolder(settings.output)
     if processes.is_first:
-        folder.open(settings)
+        folder.check(settings)
+        check_outputs(settings)
     processes.wait()
     model = build_model(settings)
     data = open_data(settings, model, processes)
@@ -65,12 +63,14 @@ def run(settings: Settings, processes: Processes, console: Console) -> dict[str,
     trainer = _trainer(settings, processes, console, folder, model, data)
     check_forward(trainer.model, data.size)
     state = folder.load(settings, trainer.facts) if settings.resume else None
-    if settings.resume and state is None:
-        console.note(f"{settings.output}: holds no saved state to resume; starts anew")
     if state is not None:
         trainer.restore(state)
         done = trainer.progress
         console.note(f"resumed in epoch {done.epoch + 1} after update {done.update}")
+    elif processes.is_first:
+        if settings.resume:
+            console.note(f"{settings.output}: holds no saved state to resume; starts anew")
+        folder.begin()
     trainer.train()
     summary = {
         **_facts_of_run(settings, processes, data, head, report),
@@ -83,18 +83,6 @@ def run(settings: Settings, processes: Processes, console: Console) -> dict[str,
         folder.write_summary(summary)
     processes.wait()
     return summary
-
-
-def _check_export(settings: Settings) -> None:
-    if settings.export is None:
-        return
-    path = Path(settings.export).absolute()
-    if path.is_dir():
-        raise BnconvertError(f"--export: {path} is a folder; give the name of a file")
-    if not path.parent.is_dir():
-        raise BnconvertError(f"--export: there is no folder {path.parent}; make it first")
-    if path.exists() and not settings.force and not settings.resume:
-        raise BnconvertError(f"{path}: exists; use --force to replace it")
 
 
 def _trainer(

@@ -181,6 +181,7 @@ _RANGES = (
     ("reprob", 0.0, 1.0),
     ("ema_decay", 0.0, 1.0),
     ("workers", 0, sys.maxsize),
+    ("seed", 0, 2**32 - 1),
 )
 """Options that are numbers, with the least and the largest value."""
 

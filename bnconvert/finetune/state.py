@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.checkpoint import atomic_file
-from bnconvert.errors import BnconvertError, CheckpointError
+from bnconvert.errors import BnconvertError, CheckpointError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,12 @@ EPOCH_COLUMNS = (
     "epoch", "lr", "train_loss", "loss", "top1", "images_per_second", "seconds",
 )  # fmt: skip
 UPDATE_COLUMNS = ("epoch", "update", "lr", "loss", "images")
+CHECKPOINT, SUMMARY, UPDATES, METRICS = (
+    "checkpoint.pt",
+    "summary.json",
+    "updates.csv",
+    "metrics.csv",
+)
 
 
 @dataclass
@@ -57,32 +63,53 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         """The file that a run goes on from."""
-        return self.path / "checkpoint.pt"
+        return self.path / CHECKPOINT
 
     @property
     def summary(self) -> Path:
         """The file that says how the run ended."""
-        return self.path / "summary.json"
+        return self.path / SUMMARY
 
-    def open(self, settings: Settings) -> None:
-        """Make the folder, or check that the one there may be used.
+    @property
+    def updates(self) -> Path:
+        """The losses of all updates; there from the beginning of a run, as its mark."""
+        return self.path / UPDATES
+
+    def check(self, settings: Settings) -> None:
+        """Refuse a folder that may not be used; nothing is changed.
 
         Raises:
-            BnconvertError: The folder is in use by another run or model and neither `--resume` nor
-                `--force` is given.
+            BnconvertError: It is a file; or it holds something, and neither `--resume` nor
+                `--force` is given; or `--resume` is, and it holds no run.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BnconvertError(f"{self.path}: is a file; name a folder with -o")
-        used = self.path.is_dir() and any(self.path.iterdir())
-        if used and not settings.resume and not settings.force:
+        if settings.force or not self._is_used():
+            return
+        if not settings.resume:
             raise BnconvertError(
                 f"{self.path}: is not empty; use --resume to go on with its run, or --force to "
                 "start anew"
             )
+        if not self.checkpoint.exists() and not self.updates.exists():
+            raise BnconvertError(
+                f"{self.path}: holds no run to go on with (no {self.checkpoint.name}); name the "
+                "folder of a run, or use --force to start one there"
+            )
+
+    def _is_used(self) -> bool:
+        """Whether the folder holds more than what a killed process was writing."""
+        return self.path.is_dir() and any(
+            not (entry.name.startswith(".") and entry.suffix == ".tmp")
+            for entry in self.path.iterdir()
+        )
+
+    def begin(self) -> None:
+        """Make the folder, or take away the state of the run that is there."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if settings.force:
-            for old in (self.checkpoint, self.summary, self.path / "updates.csv"):
-                old.unlink(missing_ok=True)
+        for old in (self.checkpoint, self.summary):
+            old.unlink(missing_ok=True)
+        _write_csv(self.updates, UPDATE_COLUMNS, [])
 
     def load(self, settings: Settings, facts: dict[str, Any]) -> dict[str, Any] | None:
         """Return the saved state, or None where the run was stopped before the first was saved.
@@ -100,13 +127,18 @@ class RunFolder:
             state: dict[str, Any] = torch.load(
                 self.checkpoint, map_location="cpu", weights_only=True
             )
-            differences = settings.differences(state["settings"])
-            recorded = state["facts"]
+            schema, saved, recorded = (state[key] for key in ("schema", "settings", "facts"))
+            differences = settings.differences(saved)
         except Exception as error:  # a damaged file makes torch raise errors of many kinds
             raise CheckpointError(
-                f"{self.checkpoint}: is damaged or no state of a run ({error}); start anew with "
-                "--force"
+                f"{self.checkpoint}: is damaged or no state of a run ({first_line(error)}); start "
+                "anew with --force"
             ) from error
+        if schema != SCHEMA:
+            raise CheckpointError(
+                f"{self.checkpoint}: has the schema {schema!r} and not {SCHEMA}; go on "
+                "with the bnconvert that wrote it, or start anew with --force"
+            )
         differences += [
             f"{name} was {recorded.get(name)!r} and is {value!r}"
             for name, value in facts.items()
@@ -120,22 +152,31 @@ class RunFolder:
         return state
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the saved state."""
-        with atomic_file(self.checkpoint, overwrite=True) as temporary:
-            torch.save({"schema": SCHEMA, **state}, temporary)
+        """Replace the saved state.
+
+        Raises:
+            BnconvertError: It cannot be written; the one from before is kept.
+        """
+        try:
+            with atomic_file(self.checkpoint, overwrite=True) as temporary:
+                torch.save({"schema": SCHEMA, **state}, temporary)
+        except (OSError, RuntimeError) as error:  # torch raises the latter where the disk is full
+            raise BnconvertError(
+                f"{self.checkpoint}: the state cannot be written ({first_line(error)}); make room "
+                "for it and go on with --resume"
+            ) from error
 
     def write_epochs(self, rows: Sequence[Sequence[float]]) -> None:
         """Write `metrics.csv`, one row per epoch."""
-        _write_csv(self.path / "metrics.csv", EPOCH_COLUMNS, rows)
+        _write_csv(self.path / METRICS, EPOCH_COLUMNS, rows)
 
     def add_updates(self, rows: Sequence[Sequence[float]], epoch: int) -> None:
         """Add an epoch's rows to `updates.csv`, in place of those that are there from before."""
-        path = self.path / "updates.csv"
         kept: list[Sequence[Any]] = []
-        if path.exists():
-            with path.open(newline="") as file:
+        if self.updates.exists():
+            with self.updates.open(newline="") as file:
                 kept = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) < epoch]
-        _write_csv(path, UPDATE_COLUMNS, [*kept, *rows])
+        _write_csv(self.updates, UPDATE_COLUMNS, [*kept, *rows])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write `summary.json`."""

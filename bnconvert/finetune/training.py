@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bnconvert import capturing
-from bnconvert.errors import BnconvertError, first_line
+from bnconvert.errors import BnconvertError, CheckpointError, first_line
 from bnconvert.finetune.batches import Micro, Plan, mix
 from bnconvert.finetune.data import Data, seed_everything
 from bnconvert.finetune.evaluation import Scores, evaluate
@@ -22,7 +22,7 @@ from bnconvert.finetune.processes import lost_connection
 from bnconvert.finetune.state import Progress, RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -108,15 +108,15 @@ class Trainer:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError) as error:
-            raise BnconvertError(
+            self.scaler.load_state_dict(state["scaler"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(state["ema"])
+            self.progress = Progress(**state["progress"])
+        except Exception as error:  # each of them raises others where the state is none of its own
+            raise CheckpointError(
                 f"--resume: the saved state does not fit the model ({first_line(error)}); start "
                 "anew with --force"
             ) from error
-        self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            self.ema.module.load_state_dict(state["ema"])
-        self.progress = Progress(**state["progress"])
         self._schedule()
 
     def save(self) -> None:
@@ -186,8 +186,7 @@ class Trainer:
             where = (self.progress.epoch, self.progress.update, place, self.processes.rank)
             seed_everything(mix(self.settings.seed, *where, 1))
             with self._without_sync(last=place == len(micros) - 1):
-                loss = self._loss(images, labels) * micro.weight
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                loss = self._backward(images, labels, micro.weight)
             total += loss.detach().double()
         self._step()
         images_seen = sum(len(m.keys) for m in micros)
@@ -200,31 +199,33 @@ class Trainer:
             return nullcontext()
         return self.wrapped.no_sync()
 
-    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _backward(self, images: Tensor, labels: Tensor, weight: float) -> Tensor:
         device = self.processes.device
         images = images.to(device, non_blocking=True, memory_format=memory_format(self.settings))
         labels = labels.to(device, non_blocking=True)
-        try:
+        with _explained(lambda error: _failed_forward(error, images)):
             with torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
-                loss: Tensor = self.criterion(self.wrapped(images), labels)
-        except Exception as error:
-            if lost_connection(error) or isinstance(
-                error, (BnconvertError, torch.OutOfMemoryError)
-            ):
-                raise
-            raise BnconvertError(_failed_forward(error, images)) from error
+                loss: Tensor = self.criterion(self.wrapped(images), labels) * weight
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss
 
     def _step(self) -> None:
         if self.settings.clip_grad is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_grad)
-        self.scaler.step(self.optimizer)
+        with _explained(self._failed_step):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         if self.ema is not None:
             done = self.progress.epoch * self.plan.updates + self.progress.update
             self.ema.update(self.model, step=done)
+
+    def _failed_step(self, error: Exception) -> str:
+        return (
+            f"--opt: {self.settings.opt} does not step ({type(error).__name__}: "
+            f"{first_line(error)}); give another optimizer"
+        )
 
     def _schedule(self, ahead: int = 0) -> None:
         """Set the learning rate of the next update."""
@@ -280,6 +281,24 @@ class Trainer:
             f"epoch {epoch}/{self.settings.epochs}: training loss {train_loss:.4f}, validation "
             f"loss {scores.loss:.4f}, top-1 {scores.top1:.2%}, {rate:.0f} images/s"
         )
+
+
+@contextmanager
+def _explained(text: Callable[[Exception], str]) -> Iterator[None]:
+    """Turn what model and optimizer raise into one line; lost processes are told of elsewhere."""
+    try:
+        yield
+    except BnconvertError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise BnconvertError(
+            f"training: the memory of the GPU does not suffice ({first_line(error)}); use a "
+            "smaller --batch-size, with --accumulate"
+        ) from error
+    except Exception as error:
+        if lost_connection(error):
+            raise
+        raise BnconvertError(text(error)) from error
 
 
 def _failed_forward(error: Exception, images: Tensor) -> str:
