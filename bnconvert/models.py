@@ -28,7 +28,7 @@ from bnconvert.errors import BnconvertError, first_line
 from bnconvert.fold.topology import describe_topology, rebuild_topology
 from bnconvert.forwarding import unwrap
 from bnconvert.norm_state import describe_norms, restore_norms
-from bnconvert.rebuilding import first_difference
+from bnconvert.rebuilding import first_difference, lost_hooks
 
 if TYPE_CHECKING:
     import os
@@ -269,11 +269,22 @@ def _note_differences(model: nn.Module, config: dict[str, Any]) -> None:
         difference = first_difference(model, build)
     if difference:
         timm_name = config.pop("architecture")
-        warnings.warn(
-            f"save_model: {difference}, unlike what timm builds as {timm_name}; load the folder "
-            "with package.module:callable and --checkpoint, as it does not make the model itself",
-            stacklevel=3,
-        )
+        _warn(f"{difference}, unlike what timm builds as {timm_name}; {_NOT_BY_ITSELF}")
+        return
+    hooked = lost_hooks(model)
+    if hooked:
+        name = hooked[0] or "the model"
+        _warn(f"{name} has forward hooks, which the folder does not hold; register them again")
+
+
+_NOT_BY_ITSELF = (
+    "load the folder with package.module:callable and --checkpoint, as it does not make the model "
+    "itself"
+)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"save_model: {text}", stacklevel=4)
 
 
 def check_output(folder: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -348,8 +359,13 @@ def _timm_config(model: nn.Module) -> dict[str, Any]:
         return {}
     from timm.models._hub import save_config_for_hf
 
-    with tempfile.TemporaryDirectory() as folder, _explained("model", "timm cannot describe it"):
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / CONFIG
-        save_config_for_hf(model, str(path))
+        try:
+            save_config_for_hf(model, str(path))
+        except Exception as error:  # of models in another form, such as those of features only
+            why = f"{type(error).__name__}: {first_line(error)}"
+            _warn(f"timm cannot describe the model ({why}); {_NOT_BY_ITSELF}")
+            return {}
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,9 +22,9 @@ _COUNTER = "num_batches_tracked"
 def first_difference(model: nn.Module, build: Callable[[], nn.Module]) -> str:
     """Return how a model differs from one that is built anew, as a sentence, or "".
 
-    Compared are the names and shapes in the state dicts, and the classes and settings of layers.
-    Norm layers, which are described apart, and dropout, which does nothing in eval mode, may
-    differ.
+    Compared are the names and shapes in the state dicts, the classes of modules, and what they
+    keep as numbers, texts and functions. Norm layers, which are described apart, and dropout and
+    checkpointing, which do nothing in eval mode, may differ.
 
     Args:
         model: The model.
@@ -61,18 +62,47 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _other_layer(model: nn.Module, built: nn.Module) -> str:
-    own, other = dict(model.named_modules()), dict(built.named_modules())
-    for name in {**own, **other}:
-        mine, theirs = own.get(name), other.get(name)
-        if mine is None or theirs is None or _may_differ(mine) or _may_differ(theirs):
-            continue
-        kinds = _settings(mine), _settings(theirs)
-        if kinds[0] != kinds[1]:
-            return f"{name} is {kinds[0]} and not {kinds[1]}"
+    own, other = _layers(model), _layers(built)
+    for name, module in own.items():
+        if name not in other:
+            return f"it holds {name}, a {type(module).__name__}"
+        difference = "" if _may_differ(other[name]) else _other_settings(module, other[name])
+        if difference:
+            return f"{name or 'the model'} {difference}"
+    missing = [name for name in other if name not in own and not _may_differ(other[name])]
+    return f"it does not hold {missing[0]}, a {type(other[missing[0]]).__name__}" if missing else ""
+
+
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that count, by name; what lies within a norm layer is part of it."""
+    norms = tuple(f"{name}." for name, m in model.named_modules() if kind_of(m) is not None)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not _may_differ(module) and not f"{name}.".startswith(norms)
+    }
+
+
+def _may_differ(module: nn.Module) -> bool:
+    return kind_of(module) is not None or "drop" in type(module).__name__.lower()
+
+
+def _other_settings(module: nn.Module, built: nn.Module) -> str:
+    kinds = _printed(module), _printed(built)
+    if kinds[0] != kinds[1]:
+        return f"is {kinds[0]} and not {kinds[1]}"
+    if type(module).__qualname__ != type(built).__qualname__:
+        return f"is another {type(module).__name__}"
+    if _has_other_forward(module) and not _has_other_forward(built):
+        return "has a forward of its own"
+    values = vars(module)
+    for name, value in vars(built).items():
+        if name in values and _counts(name) and _plain(value) != _plain(values[name]):
+            return f"has {name} = {_plain(values[name])} and not {_plain(value)}"
     return ""
 
 
-def _settings(module: nn.Module) -> str:
+def _printed(module: nn.Module) -> str:
     """Return a leaf as it is printed, without what changes no output; the class of others."""
     leaf = f"({module.extra_repr()})" if not module._modules else ""
     return _IN_PLACE.sub("", f"{type(module).__name__}{leaf}")
@@ -81,6 +111,35 @@ def _settings(module: nn.Module) -> str:
 _IN_PLACE = re.compile(r"(, )?inplace(=True|=False)?")
 
 
-def _may_differ(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return bool(module._modules) or kind_of(module) is not None or "drop" in name
+def _has_other_forward(module: nn.Module) -> bool:
+    """Whether the module was given a forward, and not by accelerate, which places tensors."""
+    own = vars(module).get("forward")
+    if own is None or "_hf_hook" in vars(module) or "_original_forward" in vars(module):
+        return False
+    return getattr(own, "__func__", own) is not type(module).forward
+
+
+def _counts(attribute: str) -> bool:
+    """Whether an attribute may change outputs in eval mode."""
+    return attribute != "training" and not _OF_TRAINING.search(attribute)
+
+
+_OF_TRAINING = re.compile(r"^_|drop|checkpoint|inplace|memory|fused_attn")
+
+
+def _plain(value: Any) -> Any:
+    """Return what tells a number, text or function from others; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return value.__qualname__
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def lost_hooks(model: nn.Module) -> list[str]:
+    """Return the names of modules with hooks around their forward, which no folder holds."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (module._forward_hooks or module._forward_pre_hooks) and kind_of(module) is None
+    ]

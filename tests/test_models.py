@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -24,6 +25,7 @@ from bnconvert import (
     load_model,
     save_model,
 )
+from bnconvert.errors import CheckpointError
 from bnconvert.layers.frozen import frozen_state
 from bnconvert.testing import randomize_batchnorm
 
@@ -151,6 +153,17 @@ def test_a_model_of_other_origin_loads_with_its_callable(tmp_path: Path) -> None
         load_model(tmp_path / "small")
 
 
+def test_different_values_for_a_shared_tensor_are_refused(tmp_path: Path) -> None:
+    tensors = Small().state_dict()
+    save_file({n: t.clone() for n, t in tensors.items()}, tmp_path / "same.safetensors")
+    load_model(f"{__name__}:Small", tmp_path / "same.safetensors")
+    tensors["2.weight"] = -tensors["2.weight"]
+    save_file(tensors, tmp_path / "other.safetensors")
+    message = r"0\.weight and 2\.weight are one tensor there and have different values here"
+    with pytest.raises(CheckpointError, match=message):
+        load_model(f"{__name__}:Small", tmp_path / "other.safetensors")
+
+
 def replaced(model: Any, path: str, layer: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, layer)
@@ -158,6 +171,10 @@ def replaced(model: Any, path: str, layer: nn.Module) -> None:
 
 def _prune(layer: nn.Module) -> None:
     prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+class Residual(timm.models.resnet.BasicBlock):  # type: ignore[misc]
+    """A block as a user's recipe would put in place of timm's."""
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -168,6 +185,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "maxpool is Identity() and not MaxPool2d(": lambda m: replaced(m, "maxpool", nn.Identity()),
     "layer1.0.conv1 is Conv2d(": lambda m: setattr(m.layer1[0].conv1, "dilation", (2, 2)),
     "it holds conv1.0.weight_orig": lambda m: _prune(m.conv1[0]),
+    "it holds layer4.1, a ReLU": lambda m: m.layer4.append(nn.ReLU()),
+    "it does not hold layer1.0.act1, a ReLU": lambda m: delattr(m.layer1[0], "act1"),
+    "maxpool is MaxPool2d(kernel_size=5": lambda m: setattr(m.maxpool, "kernel_size", 5),
+    "layer1.0 is Residual and not BasicBlock": lambda m: setattr(
+        m.layer1[0], "__class__", Residual
+    ),
+    "layer2.0 has a forward of its own": lambda m: setattr(m.layer2[0], "forward", m.fc.forward),
+    "layer1.0 has stride = 2 and not 1": lambda m: setattr(m.layer1[0], "stride", 2),
 }
 
 
@@ -178,6 +203,40 @@ def test_what_timm_would_build_differently_is_said_and_not_loaded_as_it(
     model = timm.create_model("test_resnet")
     CHANGES[difference](model)
     with pytest.warns(UserWarning, match=f"save_model: {re.escape(difference)}.*, unlike"):
+        save_model(model, tmp_path / "model")
+    with pytest.raises(BnconvertError, match="names no timm architecture"):
+        load_model(tmp_path / "model")
+    kept = load_checkpoint(tmp_path / "model").tensors
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_changes_no_output_is_no_difference(tmp_path: Path) -> None:
+    model: Any = timm.create_model("test_resnet", drop_rate=0.3, drop_path_rate=0.1)
+    model.set_grad_checkpointing()
+    model.layer1[0].label = "first"
+    model.layer1[0].forward = model.layer1[0].forward  # as accelerate leaves it
+    model.act1.inplace = False
+    freeze_batchnorm(convert_sync_batchnorm(model), include="bn1")
+    save_model(model, tmp_path / "model")
+    assert type(load_model(tmp_path / "model").layer1[0].bn1) is SyncBatchNorm2d  # type: ignore
+
+
+def test_hooks_are_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+    model: Any = timm.create_model("test_resnet")
+    model.layer1.register_forward_hook(lambda _m, _x, y: 2 * y)
+    with pytest.warns(
+        UserWarning, match="layer1 has forward hooks, which the folder does not hold"
+    ):
+        save_model(model, tmp_path / "model")
+    x = torch.randn(2, 3, 64, 64)
+    loaded: Any = load_model(tmp_path / "model")
+    loaded.layer1.register_forward_hook(lambda _m, _x, y: 2 * y)
+    assert torch.equal(loaded.eval()(x), model.eval()(x))
+
+
+def test_a_form_that_timm_cannot_describe_is_saved_and_said(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", features_only=True)
+    with pytest.warns(UserWarning, match="timm cannot describe the model .*num_classes"):
         save_model(model, tmp_path / "model")
     with pytest.raises(BnconvertError, match="names no timm architecture"):
         load_model(tmp_path / "model")

@@ -40,17 +40,38 @@ def match_checkpoint(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Tens
     Raises:
         CheckpointError: The checkpoint is of another architecture; says how many names are
             missing, left over or of another shape, and the first of them. Or its eps differs from
-            the model's.
+            the model's, or it has different values for what the model shares.
     """
     weights = checkpoint.weights()
     order_axes(weights, {})
     fit(checkpoint.path, weights, model)
     match_eps(checkpoint.path, weights, model, None)
     counter = torch.zeros((), dtype=torch.int64)
-    return {
+    tensors = {
         name: weights.tensors[name].load() if name in weights.tensors else counter.clone()
         for name in model.state_dict()
     }
+    _check_shared(checkpoint.path, tensors, model)
+    return tensors
+
+
+def _check_shared(path: Path, tensors: dict[str, Tensor], model: nn.Module) -> None:
+    """Refuse different values for one tensor of the model: it would keep those loaded last."""
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        other = first.setdefault(id(tensor), name)
+        if other != name and not _same_values(tensors[other], tensors[name]):
+            raise CheckpointError(
+                f"{path}: does not fit the model: {other} and {name} are one tensor there and have "
+                "different values here; build the model without sharing them"
+            )
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype:
+        one, other = one.double(), other.double()
+    bits = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
 
 
 def fit(path: Path, weights: Weights, model: nn.Module) -> None:
