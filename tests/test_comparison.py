@@ -6,12 +6,15 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import timm
 import torch
+from PIL import Image
 from torch import nn
 
 from bnconvert import BnconvertError, compare, export_onnx
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 INPUTS = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -98,6 +101,94 @@ def test_a_value_that_is_not_finite_in_one_is_an_infinite_difference(nan: float)
 
     assert compare(Spoil(), nn.Identity(), INPUTS).largest_difference == float("inf")
     assert compare(Spoil(), Spoil(), INPUTS).largest_difference == 0.0
+
+
+class Turned(nn.Module):
+    def __init__(self, angle: complex) -> None:
+        super().__init__()
+        self.angle = angle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.angle)
+
+
+def test_imaginary_parts_count() -> None:
+    comparison = compare(Turned(0.75j), Turned(0j), INPUTS)
+    assert comparison.largest_difference == pytest.approx(0.75)
+    assert comparison.outputs[0].absolute == pytest.approx(0.75 * INPUTS.abs().max().item())
+    assert compare(Turned(1j), Turned(1j), INPUTS).largest_difference == 0.0
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x > 0,
+        lambda x: (10 * x).to(torch.int64),
+        lambda x: x.relu().to_sparse(),
+        lambda x: x.half(),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda x: torch.where(x > 0, float("inf"), x),
+        lambda x: x.to(torch.float8_e4m3fn),
+    ],
+)
+def test_every_kind_of_output_is_compared(function: Callable[[torch.Tensor], Any]) -> None:
+    same = compare(Apply(function), Apply(function), INPUTS)
+    assert (same.largest_difference, same.outputs[0].absolute) == (0.0, 0.0)
+    other = compare(Apply(lambda x: function(-x)), Apply(function), INPUTS)
+    assert other.largest_difference > 0.5
+
+
+def test_no_tensors_and_nothing_to_compare_is_said() -> None:
+    with pytest.raises(BnconvertError, match="Apply gives no tensor"):
+        compare(Apply(lambda _: None), Apply(lambda _: 3), INPUTS)
+
+
+@pytest.mark.parametrize("preprocess", [False, True])
+def test_a_size_that_a_file_has_fixed_is_kept(tmp_path: Path, preprocess: bool) -> None:
+    model = timm.create_model("test_resnet").eval()
+    path = tmp_path / "one.onnx"
+    images = torch.randn(1, 3, 64, 48)
+    export_onnx(model, path, images, dynamic_batch=False, preprocess=preprocess)
+    for pair in ((path, path), (model, path)):
+        comparison = compare(*pair)
+        assert comparison.inputs == "1 random image"
+        assert comparison.largest_difference < 1e-5
+    write_small(tmp_path / "0.png")
+    assert compare(model, path, images=tmp_path).inputs == "1 image"
+
+
+def write_small(path: Path) -> None:
+    Image.new("RGB", (64, 64)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: path.write_text("no image"), "cannot be read as an image"),
+        (lambda path: path.write_bytes(b"P5 99999 99999 255\n"), "cannot be read as an image"),
+        (lambda path: Image.new("F", (8, 8)).save(path, "TIFF"), "floating point numbers"),
+    ],
+)
+def test_photos_that_cannot_be_read_are_named(
+    tmp_path: Path, write: Callable[[Path], object], message: str
+) -> None:
+    model = timm.create_model("test_resnet").eval()
+    write_small(tmp_path / "0.png")
+    (tmp_path / "._0.png").write_bytes(b"what macOS leaves behind")
+    assert compare(model, model, images=tmp_path).inputs == "1 image"
+    write(tmp_path / "bad.png")
+    with pytest.raises(BnconvertError, match=rf"bad\.png: .*{message}"):
+        compare(model, model, images=tmp_path)
 
 
 def test_files_and_modules_pair_in_any_way(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 import bnconvert as bc
-from bnconvert.finetune.sources import open_sources, read_image
+from bnconvert.finetune.sources import open_sources
+from bnconvert.image_files import read_image
 from bnconvert.testing import run_ranks
 from tests.shapes import CLASSES, draw_shape
 
@@ -110,11 +111,69 @@ def test_every_usual_kind_of_image_counts_and_hidden_files_do_not(
     assert len(source) == 42 + len(kinds)
 
 
-def test_floating_point_images_are_refused_by_name(tmp_path: Path) -> None:
-    values = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
-    Image.fromarray(values).save(tmp_path / "float.tif")
-    with pytest.raises(bc.BnconvertError, match=r"float.tif: cannot be read .*floating point"):
-        read_image(str(tmp_path / "float.tif"))
+@pytest.mark.parametrize(
+    ("dtype", "what"),
+    [(np.float32, "floating point numbers of unknown range"), (np.int32, "32-bit integers")],
+)
+def test_images_of_unknown_range_are_refused_by_name(
+    own_images: Callable[[str], Path], tmp_path: Path, dtype: type, what: str
+) -> None:
+    folder = own_images("")
+    path = folder / "train" / "bar" / "deep.tif"
+    Image.fromarray((1000 * np.arange(64)).astype(dtype).reshape(8, 8)).save(path)
+    with pytest.raises(bc.BnconvertError, match=rf"deep.tif: cannot be read .*{what}"):
+        read_image(str(path))
+    with pytest.raises(bc.BnconvertError, match=rf"1 images cannot be read .*deep\.tif.*{what}"):
+        run_here(settings(folder, tmp_path / "run"))
+    summary = run_here(settings(folder, tmp_path / "run", epochs=1, skip_bad_images=True))
+    assert summary["skipped_images"] == [str(path)]
+
+
+def test_small_and_deep_images_can_be_read(
+    own_images: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = own_images("") / "train" / "bar"
+    values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    for name in ("deep.png", "deep.tif", "deep.pgm"):
+        Image.fromarray(values).save(folder / name)
+    draw_shape("bar", torch.Generator()).resize((5, 3)).save(folder / "small.jpg")
+    run_here(settings(folder.parent.parent, tmp_path / "run", epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        ("val/*/*.png", "none of the validation images can be read"),
+        ("train/bar/*.png", "bar: none of its training images can be read"),
+    ],
+)
+def test_a_class_without_a_readable_image_is_refused(
+    own_images: Callable[[str], Path], tmp_path: Path, spoiled: str, message: str
+) -> None:
+    folder = own_images("")
+    for path in folder.glob(spoiled):
+        path.write_bytes(b"no image")
+    with pytest.raises(bc.BnconvertError, match=message):
+        run_here(settings(folder, tmp_path / "run", skip_bad_images=True))
+
+
+def test_links_in_class_folders_are_followed_but_not_in_circles(
+    own_images: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = own_images("")
+    bar = folder / "train" / "bar"
+    (bar / "below").mkdir()
+    draw_shape("bar", torch.Generator()).save(bar / "below" / "x.png")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    draw_shape("bar", torch.Generator()).save(outside / "y.png")
+    (bar / "linked").symlink_to(outside)
+    (outside / "up").symlink_to(outside)
+    (bar / "below" / "up").symlink_to(bar)
+    (bar / "all").symlink_to(folder)
+    (bar / "root").symlink_to("/")
+    source, _ = open_sources(str(folder), None, 0.2)
+    assert len(source) == 42 + 2
 
 
 def test_hidden_folders_are_no_classes(own_images: Callable[[str], Path]) -> None:

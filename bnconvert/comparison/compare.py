@@ -14,7 +14,12 @@ from torch import nn
 
 from bnconvert.comparison.inputs import Inputs, choose_inputs
 from bnconvert.comparison.layerwise import module_layers, onnx_layers
-from bnconvert.comparison.runners import OnnxRunner, TorchRunner, relative_difference
+from bnconvert.comparison.runners import (
+    OnnxRunner,
+    TorchRunner,
+    absolute_difference,
+    relative_difference,
+)
 from bnconvert.errors import BnconvertError
 from bnconvert.probe import untouched
 from bnconvert.report import SCHEMA, format_table
@@ -138,6 +143,10 @@ def compare(
         given = choose_inputs(models, inputs, Path(images) if images is not None else None)
         values, reference = (_run(model, given) for model in models)
         pairs = _layer_pairs(models, given) if layers else _Pairs((), 0)
+    if not values and not reference:
+        raise BnconvertError(
+            f"compare: {names[0]} gives no tensor; compare models that return tensors"
+        )
     if len(values) != len(reference):
         raise BnconvertError(
             f"compare: {names[0]} gives {len(values)} outputs, {names[1]} gives "
@@ -225,22 +234,23 @@ def _remark(name: str, models: list[nn.Module | Path]) -> str:
 def _difference(
     name: str, value: torch.Tensor, reference: torch.Tensor, remark: str = ""
 ) -> Difference:
-    absolute = float("inf")
     if value.shape != reference.shape:
         remark = f"the other's shape is {'x'.join(map(str, reference.shape)) or 'a scalar'}"
-    else:
-        gap = (value.double() - reference.double()).abs()
-        absolute = gap.max().item() if gap.numel() else 0.0
-    relative = relative_difference(value, reference)
+    relative, absolute = (
+        relative_difference(value, reference),
+        absolute_difference(value, reference),
+    )
     return Difference(name, tuple(value.shape), relative, absolute, remark)
 
 
 def _has_classes(value: torch.Tensor, reference: torch.Tensor) -> bool:
-    return value.shape == reference.shape and value.ndim == 2 and value.shape[1] > 1
+    numbers = value.is_floating_point() and reference.is_floating_point()
+    return numbers and value.shape == reference.shape and value.ndim == 2 and value.shape[1] > 1
 
 
 def _agreement(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """Return the top-1 and top-5 agreement of two (rows, classes) outputs."""
+    value, reference = value.double(), reference.double()
     top1 = (value.argmax(1) == reference.argmax(1)).double().mean().item()
     k = min(5, value.shape[1])
     both = value.topk(k).indices.unsqueeze(2) == reference.topk(k).indices.unsqueeze(1)

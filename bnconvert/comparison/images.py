@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bnconvert.errors import BnconvertError
+from bnconvert.image_files import is_image_name, read_image
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
-
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 
 
 def image_paths(folder: Path) -> list[Path]:
@@ -23,10 +22,14 @@ def image_paths(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise BnconvertError(f"{folder}: there is no such folder; pass a folder of images")
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    paths = sorted(path for path in folder.iterdir() if _counts(path.name))
     if not paths:
         raise BnconvertError(f"{folder}: holds no image; pass a folder of PNG or JPEG files")
     return paths
+
+
+def _counts(name: str) -> bool:
+    return is_image_name(name) and not name.startswith(".")
 
 
 def load_images(folder: Path, config: dict[str, Any]) -> torch.Tensor:
@@ -46,7 +49,7 @@ def load_images(folder: Path, config: dict[str, Any]) -> torch.Tensor:
 
     shape = {**config, "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
     transform = create_transform(**shape, is_training=False)
-    images = torch.stack([_load(path, transform) for path in image_paths(folder)])
+    images = torch.stack([transform(read_image(str(path))) for path in image_paths(folder)])
     return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
@@ -67,13 +70,3 @@ def normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float])
     center = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
     deviation = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
     return (images.permute(0, 3, 1, 2).to(torch.float32) / 255 - center) / deviation
-
-
-def _load(path: Path, transform: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return transform(image.convert("RGB"))
-    except OSError as error:  # also what PIL raises for a file that is no image
-        raise BnconvertError(f"{path}: cannot be read as an image; remove it") from error

@@ -57,12 +57,15 @@ def choose_inputs(models: Sequence[Model], inputs: Any, images: Path | None) -> 
     if inputs is not None:
         return Inputs("the given inputs", make_arguments(nn.Identity(), inputs))
     config = _config(models)
+    if config is not None:
+        config["input_size"] = _input_size(config, models)
     if images is not None:
         if config is None:
             raise BnconvertError(
                 "images: neither model says how to prepare images; compare with a timm model"
             )
-        return _images(load_images(images, config), config, "{} images")
+        return _images(load_images(images, config), config, "image")
+    batch = _fixed_sizes(models)[0] or 2
     if any(isinstance(model, Path) and takes_raw_images(model) for model in models):
         if config is None:
             raise BnconvertError(
@@ -70,23 +73,26 @@ def choose_inputs(models: Sequence[Model], inputs: Any, images: Path | None) -> 
             )
         channels, height, width = config["input_size"]
         generator = torch.Generator().manual_seed(0)
-        size = (2, height, width, channels)
+        size = (batch, height, width, channels)
         raw = torch.randint(256, size, generator=generator, dtype=torch.uint8)
-        return _images(raw, config, "{} random images")
+        return _images(raw, config, "random image")
     modules = [model for model in models if isinstance(model, nn.Module)]
     files = [model for model in models if isinstance(model, Path)]
     if config is None and files:
         return Inputs("random values", _random_values(files[0]))
     if config is None:
         return Inputs("2 random images", make_arguments(modules[0], None))
-    return Inputs(
-        "2 random images", Arguments((random_images(tuple(config["input_size"]), 2),), {})
-    )
+    random = random_images(tuple(config["input_size"]), batch)
+    return Inputs(_counted(batch, "random image"), Arguments((random,), {}))
 
 
-def _images(raw: torch.Tensor, config: dict[str, Any], words: str) -> Inputs:
+def _images(raw: torch.Tensor, config: dict[str, Any], what: str) -> Inputs:
     normalized = normalize(raw, config["mean"], config["std"])
-    return Inputs(words.format(len(raw)), Arguments((normalized,), {}), Arguments((raw,), {}))
+    return Inputs(_counted(len(raw), what), Arguments((normalized,), {}), Arguments((raw,), {}))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _config(models: Sequence[Model]) -> dict[str, Any] | None:
@@ -100,6 +106,27 @@ def _config(models: Sequence[Model]) -> dict[str, Any] | None:
         elif getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
             return data_config(model)
     return None
+
+
+def _input_size(config: dict[str, Any], models: Sequence[Model]) -> tuple[int, ...]:
+    """Return channels, height and width: those that a file has fixed, else the configuration's."""
+    fixed = _fixed_sizes(models)[1:]
+    return tuple(own or size for own, size in zip(fixed, config["input_size"], strict=True))
+
+
+def _fixed_sizes(models: Sequence[Model]) -> tuple[int, int, int, int]:
+    """Return batch, channels, height and width of a file's images; 0 where they are open."""
+    for path in (model for model in models if isinstance(model, Path)):
+        sizes = [
+            [dim.dim_value for dim in entry.type.tensor_type.shape.dim]
+            for entry in _load(path).graph.input
+        ]
+        images = [size for size in sizes if len(size) == 4]
+        if images:
+            batch, *image = images[0]
+            channels, height, width = image if not takes_raw_images(path) else image[2:] + image[:2]
+            return batch, channels, height, width
+    return 0, 0, 0, 0
 
 
 def _is_size(value: Any) -> bool:

@@ -49,8 +49,14 @@ class TorchRunner:
         own = arguments.map(torch.clone)  # a forward may write into its input
         with buffers_kept(self._model):
             output = self._model(*own.args, **own.kwargs)
-        tensors = [tensor.detach().cpu() for tensor in output_tensors(output)]
+        tensors = [_dense(tensor.detach().cpu()) for tensor in output_tensors(output)]
         return dict(zip(output_names(output), tensors, strict=True))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 class OnnxRunner:
@@ -166,18 +172,29 @@ def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
     infinities or NaN in one of both only, are infinitely different. Where the reference is zero
     throughout, the result is max|value|.
     """
+    difference = absolute_difference(value, reference)
+    if difference in (0.0, float("inf")):
+        return difference
+    sizes = _wide(reference).abs()
+    scale = torch.where(sizes.isfinite(), sizes, 0.0).max().item()
+    return float(difference / scale) if scale else difference
+
+
+def absolute_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return max|value - reference|, computed in float64; see `relative_difference`."""
     if value.shape != reference.shape:
         return float("inf")
     if not reference.numel():
         return 0.0
-    a, b = value.to(torch.float64), reference.to(torch.float64)
+    a, b = _wide(value), _wide(reference)
     same = (a == b) | (a.isnan() & b.isnan())
-    finite = a.isfinite() & b.isfinite()
-    if not bool((same | finite).all()):
+    if not bool((same | (a.isfinite() & b.isfinite())).all()):
         return float("inf")
-    difference = torch.where(same, 0.0, (a - b).abs()).max().item()
-    scale = torch.where(b.isfinite(), b.abs(), 0.0).max().item()
-    return float(difference / scale) if scale else float(difference)
+    return float(torch.where(same, 0.0, (a - b).abs()).max().item())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def other_shape(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> str:

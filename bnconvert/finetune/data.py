@@ -187,7 +187,20 @@ def _without_bad(
     bad = unreadable(both, processes)
     if bad and not settings.skip_bad_images:
         raise refuse(bad)
-    return train.without(set(bad)), validation.without(set(bad)), bad
+    good = train.without(set(bad)), validation.without(set(bad))
+    _refuse_nothing_left(*good)
+    return *good, list(bad)
+
+
+def _refuse_nothing_left(train: FolderSource, validation: FolderSource) -> None:
+    labels = {label for _, label in train.samples}
+    for label, name in enumerate(train.classes):
+        if label not in labels:
+            raise BnconvertError(
+                f"{name}: none of its training images can be read; add images or remove the class"
+            )
+    if not validation.samples:
+        raise BnconvertError("none of the validation images can be read; add images to validate on")
 
 
 def _workers(settings: Settings, processes: Processes) -> int:

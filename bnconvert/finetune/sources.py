@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bnconvert.errors import BnconvertError
+from bnconvert.image_files import is_image_name, read_image
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from collections.abc import Iterator
 
-EXTENSIONS = (
-    *(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".tif", ".tiff", ".gif"),
-    *(".ppm", ".pgm", ".pbm", ".jp2", ".avif"),
-)
-"""Names of files in class folders that count as images; upper case counts, too."""
+    from PIL.Image import Image
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 VALIDATION_NAMES = ("val", "validation", "valid", "test")
@@ -81,31 +79,6 @@ class TimmSource:
         return image.convert("RGB"), int(label)
 
 
-def read_image(path: str) -> Image:
-    """Return an image file in RGB.
-
-    Raises:
-        BnconvertError: The file cannot be read as an image.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            _refuse_floats(image)
-            if image.mode.startswith("I"):  # 16 bits, of which convert() keeps the low ones
-                return image.convert("I").point(lambda value: value * (1 / 256)).convert("RGB")
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise BnconvertError(
-            f"{path}: cannot be read as an image ({error}); remove it, or use --skip-bad-images"
-        ) from error
-
-
-def _refuse_floats(image: Image) -> None:
-    if image.mode == "F":  # convert() would cut off all but 0 to 255
-        raise ValueError("it holds floating point numbers of unknown range")
-
-
 def open_sources(data: str, root: str | None, val_fraction: float) -> tuple[Source, Source]:
     """Return the training and the validation images.
 
@@ -142,12 +115,11 @@ def _open_folder(folder: Path, val_fraction: float) -> tuple[FolderSource, Folde
 
 
 def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource:
-    """Read a folder with one folder per class, labelled as timm does it."""
-    from timm.data.readers.reader_image_folder import find_images_and_targets
+    """Read a folder with one folder per class, labelled and in the order as timm does it."""
     from timm.utils.misc import natural_key
 
     folders = (entry for entry in folder.iterdir() if entry.is_dir())
-    present = sorted((f.name for f in folders if not _is_hidden(f, folder)), key=natural_key)
+    present = sorted((f.name for f in folders if not _is_hidden(f.name)), key=natural_key)
     if not present:
         raise BnconvertError(f"{folder}: holds no folder of a class; give one folder per class")
     if classes is None and len(present) == 1:
@@ -170,36 +142,34 @@ def _read_classes(folder: Path, classes: tuple[str, ...] | None) -> FolderSource
     for label, name in enumerate(names):
         if name not in present:
             continue
-        found, _ = find_images_and_targets(
-            str(folder / name), EXTENSIONS, class_to_idx=_EveryName(label), leaf_name_only=True
-        )
-        found = [(path, label) for path, label in found if not _is_hidden(Path(path), folder)]
+        above = {os.path.realpath(parent) for parent in (folder, *folder.resolve().parents)}
+        found = sorted(_image_paths(str(folder / name), above), key=natural_key)
         if not found:
             raise BnconvertError(
                 f"{folder / name}: holds no image; add images or remove the folder"
             )
-        samples += found
+        samples += [(path, label) for path in found]
     return FolderSource(tuple(samples), names)
 
 
-def _is_hidden(path: Path, folder: Path) -> bool:
-    """Whether a path below a folder leads through what systems and tools leave among files."""
-    parts = path.relative_to(folder).parts
-    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+def _image_paths(folder: str, above: set[str]) -> Iterator[str]:
+    """Yield the images in a folder and those below it, but follow no link to what is above."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _is_hidden(entry.name):
+                continue
+            if entry.is_dir():
+                yield from _image_paths(entry.path, above | {real})
+            elif is_image_name(entry.name):
+                yield entry.path
 
 
-class _EveryName(dict[str, int]):
-    """Gives every folder below a class folder the label of the class."""
-
-    def __init__(self, label: int) -> None:
-        super().__init__()
-        self._label = label
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __getitem__(self, name: str) -> int:
-        return self._label
+def _is_hidden(name: str) -> bool:
+    """Whether a name is of what systems and tools leave among files."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def _hold_out(source: FolderSource, fraction: float) -> tuple[FolderSource, FolderSource]:
