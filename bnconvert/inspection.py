@@ -112,7 +112,11 @@ def _momentum(layer: InspectedLayer) -> str:
         return f"{layer.momentum:g}"
     if layer.kind == Kind.FOREIGN_FROZEN.value:
         return "-"
-    return "?" if layer.kind in (Kind.LAZY.value, Kind.UNKNOWN.value) else "cumulative"
+    return "?" if layer.kind in _UNSAID else "cumulative"
+
+
+_UNSAID = (Kind.LAZY.value, Kind.UNKNOWN.value, Kind.SCRIPTED.value)
+"""Kinds whose momentum is unknown where it is None."""
 
 
 def _row(layer: InspectedLayer) -> tuple[str, ...]:
@@ -162,13 +166,18 @@ def _inspect(norm: Norm) -> InspectedLayer:
         type(module).__name__,
         norm.kind.value,
         channels,
-        getattr(module, "eps", None),
-        getattr(module, "momentum", None),
+        _number(module, "eps"),
+        _number(module, "momentum"),
         _stats(norm),
         _affine(module, weight, _tensor(module, "bias")),
         "none" if known is None else str(known.dtype).removeprefix("torch."),
         _group(norm),
     )
+
+
+def _number(module: nn.Module, name: str) -> float | None:
+    value = getattr(module, name, None)
+    return None if value is None else float(value)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -203,25 +212,45 @@ def _group(norm: Norm) -> str:
 def _findings(norm: Norm, model_trains: bool) -> list[str]:
     module = norm.module
     texts = _freezing_findings(norm, model_trains)
-    mean, var = _tensor(module, "running_mean"), _tensor(module, "running_var")
-    if mean is None or var is None or mean.is_meta or torch.nn.parameter.is_lazy(mean):
-        return texts
     if isinstance(module, SyncMixin) and module._bnconvert_group.lost:
         texts.append("its process group was lost in pickling; the default group is used")
-    return [
-        *texts,
-        *_never_updated(module, mean, var),
-        *_value_findings("running_mean", mean, [(~torch.isfinite(mean), "is not finite")]),
-        *_value_findings("running_var", var, _variance_checks(var)),
-        *(
-            text
-            for name in AFFINE
-            if name not in not_parameters(module)
-            and (tensor := _tensor(module, name)) is not None
-            and not tensor.is_meta
-            for text in _value_findings(name, tensor, [(~torch.isfinite(tensor), "is not finite")])
-        ),
+    mean, var = _values(module, "running_mean"), _values(module, "running_var")
+    if mean is not None and var is not None:
+        texts += _never_updated(module, mean, var)
+    affine = (_values(module, name) for name in AFFINE if name not in not_parameters(module))
+    return texts + [
+        text
+        for values in (mean, var, *affine)
+        if values is not None
+        for text in _value_findings(values)
     ]
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values of one tensor of a layer, as far as this rank has them.
+
+    Attributes:
+        name: Name of the tensor.
+        flat: One value per channel, float64 or complex128.
+        where: " of this rank's shard" where other ranks have the rest.
+    """
+
+    name: str
+    flat: Tensor
+    where: str
+
+
+def _values(module: nn.Module, name: str) -> _Values | None:
+    tensor = _tensor(module, name)
+    if tensor is None or tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+        return None
+    to_local = getattr(tensor, "to_local", None)
+    local: Tensor = tensor if to_local is None else to_local()
+    where = "" if local.shape == tensor.shape else " of this rank's shard"
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    flat = local.detach().flatten().to(dtype)
+    return _Values(name, flat, where) if flat.numel() else None
 
 
 def _freezing_findings(norm: Norm, model_trains: bool) -> list[str]:
@@ -237,32 +266,35 @@ def _freezing_findings(norm: Norm, model_trains: bool) -> list[str]:
     return texts
 
 
-def _never_updated(module: nn.Module, mean: Tensor, var: Tensor) -> list[str]:
-    if bool((mean == 0).all()) and bool((var == 1).all()):
+def _never_updated(module: nn.Module, mean: _Values, var: _Values) -> list[str]:
+    if bool((mean.flat == 0).all()) and bool((var.flat == 1).all()):
         return ["running statistics were never updated: mean 0 and variance 1 throughout"]
-    batches = _tensor(module, "num_batches_tracked")
-    if batches is not None and int(batches) == 0:
+    batches = _values(module, "num_batches_tracked")
+    if batches is not None and bool((batches.flat == 0).all()):
         return ["num_batches_tracked is 0 but the running statistics are not the initial ones"]
     return []
 
 
-def _variance_checks(var: Tensor) -> list[tuple[Tensor, str]]:
-    return [
-        (~torch.isfinite(var), "is not finite"),
-        (var < 0, "is negative"),
-        (var == 0, "is zero"),
-        (torch.isfinite(var) & (var.double() > HALF_MAX), "is beyond float16"),
-    ]
-
-
-def _value_findings(name: str, values: Tensor, checks: list[tuple[Tensor, str]]) -> list[str]:
+def _value_findings(values: _Values) -> list[str]:
     texts = []
-    for mask, what in checks:
+    for mask, what in _checks(values):
         count = int(mask.sum())
         if count:
             channel = int(mask.nonzero()[0])
             texts.append(
-                f"{name} {what} in {count} of {values.numel()} channels, the first is channel "
-                f"{channel} ({float(values.detach()[channel]):g})"
+                f"{values.name} {what} in {count} of {mask.numel()} channels{values.where}, the "
+                f"first is channel {channel} ({values.flat[channel].item():g})"
             )
     return texts
+
+
+def _checks(values: _Values) -> list[tuple[Tensor, str]]:
+    finite = torch.isfinite(values.flat)
+    checks = [(~finite, "is not finite")]
+    if values.name == "running_var" and not values.flat.is_complex():
+        checks += [
+            (values.flat < 0, "is negative"),
+            (values.flat == 0, "is zero"),
+            (finite & (values.flat > HALF_MAX), "is beyond float16"),
+        ]
+    return checks

@@ -28,11 +28,12 @@ def describe_norms(model: nn.Module) -> list[dict[str, Any]]:
     """Return one entry per BatchNorm layer that bnconvert can put into this state again."""
     entries = []
     for norm in find_norms(model):
-        if norm.kind is Kind.FOREIGN_FROZEN and hasattr(norm.module, "eps"):
+        layer: Any = norm.module
+        if norm.kind is Kind.FOREIGN_FROZEN and hasattr(layer, "eps"):
             entries.append(
                 {
                     "name": norm.name,
-                    "eps": norm.module.eps,
+                    "eps": float(layer.eps),
                     "momentum": _DEFAULT_MOMENTUM,
                     "synchronized": False,
                     "frozen_stats": True,
@@ -40,14 +41,14 @@ def describe_norms(model: nn.Module) -> list[dict[str, Any]]:
                 }
             )
         elif norm.kind in _OURS:
-            state = frozen_state(norm.module)
+            state, momentum = frozen_state(layer), layer.momentum
             entries.append(
                 {
                     "name": norm.name,
-                    "eps": norm.module.eps,
-                    "momentum": norm.module.momentum,
-                    "track_running_stats": norm.module.track_running_stats,
-                    "synchronized": GROUP_KEY in norm.module.__dict__,
+                    "eps": float(layer.eps),
+                    "momentum": None if momentum is None else float(momentum),
+                    "track_running_stats": layer.track_running_stats,
+                    "synchronized": GROUP_KEY in layer.__dict__,
                     "frozen_stats": state is not None and state.stats,
                     "frozen_affine": state is not None and state.requires_grad is not None,
                 }

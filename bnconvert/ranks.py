@@ -166,22 +166,37 @@ def _layer_difference(described: dict[int, tuple[_Layer, ...]]) -> str:
     first_rank, *others = described
     for index, layer in enumerate(described[first_rank]):
         found = {r: described[r][index] if index < len(described[r]) else None for r in others}
-        problem = _difference(layer, first_rank, found)
+        holding = [r for r in others if _holds(described[r], layer.name)]
+        problem = _difference(layer, first_rank, found, holding)
         if problem:
             return problem
     return _extra_layer(described, first_rank)
 
 
-def _difference(layer: _Layer, first_rank: int, found: dict[int, _Layer | None]) -> str:
-    """Compare one layer of the first rank with the layers at the same place of the others."""
-    for other in found.values():
-        absent = other is None or other.name != layer.name
-        if absent:
-            ranks = [r for r, o in found.items() if o is None or o.name != layer.name]
-            return (
-                f"{layer.name or 'the model'}: is synchronised on rank {first_rank} but not on "
-                f"{_ranks(ranks)}; convert, freeze and exclude the same layers on every rank"
-            )
+def _holds(layers: tuple[_Layer, ...], name: str) -> bool:
+    return any(layer.name == name for layer in layers)
+
+
+def _difference(
+    layer: _Layer, first_rank: int, found: dict[int, _Layer | None], holding: list[int]
+) -> str:
+    """Compare one layer of the first rank with the layers at the same place of the others.
+
+    `holding` are the ranks that have a layer of this name, there or elsewhere.
+    """
+    elsewhere = [r for r, o in found.items() if o is None or o.name != layer.name]
+    absent = [rank for rank in elsewhere if rank not in holding]
+    if absent:
+        return (
+            f"{layer.name or 'the model'}: is synchronised on rank {first_rank} but not on "
+            f"{_ranks(absent)}; convert, freeze and exclude the same layers on every rank"
+        )
+    if elsewhere:
+        return (
+            f"{layer.name or 'the model'}: comes at another place among the layers of "
+            f"{_ranks(elsewhere)} than of rank {first_rank}; build the model in the same order on "
+            "every rank"
+        )
     for key, value in asdict(layer).items():
         if key != "members":
             differing = {r: getattr(o, key) for r, o in found.items() if getattr(o, key) != value}

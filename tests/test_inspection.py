@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import bnconvert
 from bnconvert import BnconvertError, inspect_batchnorm
-from bnconvert.testing import randomize_batchnorm
+from bnconvert.testing import randomize_batchnorm, run_ranks
 
 
 def trained(layer: Any) -> Any:
@@ -110,6 +113,75 @@ def test_half_freezing_is_found() -> None:
     assert found["in_eval"].startswith("is in eval mode inside a model in training mode")
     model.eval()
     assert "in_eval" not in findings(model)
+
+
+class Odd(nn.Module):
+    """Another library's layer, with statistics that a layer of torch does not have."""
+
+    def __init__(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", mean)
+        self.register_buffer("running_var", var)
+        self.eps = np.float32(1e-5)
+        self.momentum = torch.tensor(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("mean", "var", "found"),
+    [
+        (torch.rand(1, 3, 1, 1), torch.tensor([[[[1.0]], [[-2.0]], [[1.0]]]]), "negative"),
+        (torch.tensor(0.3), torch.tensor(0.0), "running_var is zero in 1 of 1"),
+        (torch.rand(3, dtype=torch.complex64), torch.eye(3) + 0.5, None),
+        (torch.tensor([1j, complex("inf")]), torch.rand(2) + 1, "first is channel 1 (inf+0j)"),
+        (torch.rand(3).to(torch.float8_e4m3fn), (torch.rand(3) + 1).to(torch.float8_e4m3fn), None),
+    ],
+)
+def test_statistics_of_every_shape_and_dtype(
+    mean: torch.Tensor, var: torch.Tensor, found: str | None
+) -> None:
+    inspection = inspect_batchnorm(nn.Sequential(Odd(mean, var)))
+    texts = [finding.text for finding in inspection.findings]
+    assert [found in text for text in texts] == [True] if found else not texts
+    layer = json.loads(json.dumps(inspection.to_dict()))["layers"][0]
+    assert (layer["eps"], layer["momentum"]) == pytest.approx((1e-5, 0.1))
+
+
+def test_weights_without_statistics_are_looked_at() -> None:
+    layer = nn.BatchNorm2d(4, track_running_stats=False)
+    with torch.no_grad():
+        layer.bias[3] = float("nan")
+    found = [f.text for f in inspect_batchnorm(layer).findings]
+    assert found[-1] == "bias is not finite in 1 of 4 channels, the first is channel 3 (nan)"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("form", ["script", "trace"])
+def test_scripted_models_are_listed(form: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), trained(nn.BatchNorm2d(4)).eval())
+    x = torch.randn(2, 3, 8, 8)
+    trace: Any = torch.jit.trace
+    scripted = torch.jit.script(model) if form == "script" else trace(model, x)
+    (layer,) = inspect_batchnorm(scripted).layers
+    assert (layer.name, layer.kind, layer.channels, layer.stats) == ("1", "scripted", 4, "live")
+    assert "cumulative" not in str(inspect_batchnorm(scripted))
+
+
+def shard_findings(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    layer = trained(nn.BatchNorm2d(4))
+    model = nn.Sequential(layer)
+    with torch.no_grad():
+        layer.weight[3] = float("nan")
+        fully_shard(model, mesh=mesh)
+    return [f.text for f in inspect_batchnorm(model).findings]
+
+
+def test_of_a_sharded_model_each_rank_looks_at_its_part() -> None:
+    where = "in 1 of 2 channels of this rank's shard, the first is channel 1 (nan)"
+    assert run_ranks(shard_findings, 2) == [[], [f"weight is not finite {where}"]]
 
 
 def test_meta_and_parametrized_models_are_inspected() -> None:

@@ -29,6 +29,8 @@ def changed(model: Any, how: str) -> Any:
         model[1][0] = convert_sync_batchnorm(nn.BatchNorm2d(6))
     elif how == "extra":
         model.append(convert_sync_batchnorm(nn.BatchNorm2d(7)))
+    elif how == "moved":
+        model[1]._modules["0"] = model[1]._modules.pop("0")
     elif how == "frozen":
         freeze_batchnorm(model, include="1.1")
     changes = {
@@ -69,6 +71,7 @@ def differ(rank: int, how: str) -> str:
         ("frozen", "1.1: is synchronised on rank 0 but not on rank 1"),
         ("extra", "2: is synchronised on rank 1 but not on rank 0"),
         ("groups", "0: rank 0 synchronises with ranks 0-1 but rank 1 with ranks 1-2"),
+        ("moved", "1.0: comes at another place among the layers of rank 1 than of rank 0"),
         ("untrained", "0.weight: requires a gradient on ranks 0, 2 but not on rank 1"),
         ("no module", "rank 1: model: expected a torch.nn.Module, got object"),
     ],

@@ -52,7 +52,7 @@ def affine_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     those of its parametrizations.
     """
     found = dict(module._parameters)
-    parametrized = module._modules.get("parametrizations")
+    parametrized = getattr(module, "parametrizations", None)
     if isinstance(parametrized, nn.ModuleDict):
         for name in AFFINE:
             if name in parametrized:
