@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import timm
@@ -11,7 +11,13 @@ from torch import nn
 
 import bnconvert as bc
 from bnconvert.finetune.console import Console
-from bnconvert.finetune.network import build_model, check_forward, prepare_norms
+from bnconvert.finetune.network import (
+    Head,
+    build_model,
+    check_forward,
+    fit_head,
+    prepare_norms,
+)
 from bnconvert.finetune.processes import Processes
 from bnconvert.finetune.run import run
 from bnconvert.report import Outcome
@@ -162,3 +168,42 @@ def test_a_run_says_that_it_recalibrates_on_fewer_batches(
     run(asked, Processes.present(torch.device("cpu"), 1), Console(shown=True, epochs=1))
     shown = " ".join(capsys.readouterr().err.split())
     assert "--recalibrate: is 1000 but each process has images for" in shown
+
+
+class AuxiliaryLast(nn.Module):
+    """The layer registered last is not the one that gives the scores, as in torchvision's nets."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.scores = nn.Linear(3, outputs)
+        self.aux = nn.Linear(3, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x).mean((2, 3))
+        scores: torch.Tensor = self.scores(y) + (0 * self.aux(y).sum() if self.training else 0)
+        return scores
+
+
+def four_outputs() -> nn.Module:
+    return AuxiliaryLast(4)
+
+
+def test_outputs_are_counted_where_they_come_out(images: Path, tmp_path: Path) -> None:
+    asked = settings(images, tmp_path / "run", model=f"{__name__}:AuxiliaryLast", epochs=1)
+    assert run_here(asked)["head"] == "head kept: 3 outputs"
+    other = settings(images, tmp_path / "other", model=f"{__name__}:four_outputs")
+    with pytest.raises(bc.BnconvertError, match="has 4 outputs but 3 are wanted"):
+        run_here(other)
+
+
+def replaced_head() -> Any:
+    model = timm.create_model(MODEL)
+    model.fc = nn.Linear(96, 3)
+    assert model.num_classes == 1000
+    return model
+
+
+def test_a_head_that_was_replaced_by_hand_is_kept(images: Path, tmp_path: Path) -> None:
+    asked = settings(images, tmp_path / "run", model=f"{__name__}:replaced_head", epochs=1)
+    assert fit_head(replaced_head(), asked, 3, (3, 32, 32)) == Head(3, 3, new=False)

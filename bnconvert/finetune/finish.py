@@ -66,7 +66,7 @@ def _load(trainer: Trainer) -> nn.Module:
         return load_model(folder)
     settings = replace(settings, checkpoint=None)
     model = build_model(settings)
-    fit_head(model, settings, len(trainer.data.classes))
+    fit_head(model, settings, len(trainer.data.classes), trainer.data.size)
     load_weights(model, folder)
     return model
 

@@ -70,10 +70,18 @@ def build_model(settings: Settings) -> nn.Module:
     return load_model(settings.model)
 
 
-def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
+def fit_head(
+    model: nn.Module, settings: Settings, classes: int, size: tuple[int, int, int]
+) -> Head:
     """Give the model as many outputs as are wanted, and the weights of `--checkpoint`.
 
     The checkpoint may have the head of the model, or one with the number of outputs wanted.
+
+    Args:
+        model: The model, with the head it came with.
+        settings: Those of the run.
+        classes: Number of classes of the data.
+        size: Channels, height and width of an image.
 
     Raises:
         CheckpointError: The checkpoint fits the model with neither head.
@@ -86,8 +94,8 @@ def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
             f"--num-classes: is {wanted} but the data has {classes} classes; give at least that"
         )
     if settings.checkpoint is not None:
-        _load_checkpoint(model, settings, wanted)
-    before = _number_of_outputs(model)
+        _load_checkpoint(model, settings, wanted, size)
+    before = _number_of_outputs(model, size)
     if before == wanted:
         return Head(wanted, before, new=False)
     if not hasattr(model, "reset_classifier"):
@@ -101,12 +109,15 @@ def fit_head(model: nn.Module, settings: Settings, classes: int) -> Head:
     return Head(wanted, before, new=True)
 
 
-def check_forward(model: nn.Module, size: tuple[int, int, int]) -> None:
+def check_forward(model: nn.Module, size: tuple[int, int, int]) -> int:
     """Run the model once in eval mode, and leave it as it is.
 
     Args:
         model: The model on the device of the run.
         size: Channels, height and width of an image.
+
+    Returns:
+        The number of scores it gives for an image.
 
     Raises:
         BnconvertError: The model does not run on such an image, or gives something other than a
@@ -129,15 +140,18 @@ def check_forward(model: nn.Module, size: tuple[int, int, int]) -> None:
             f"model: gives {given} for an image, and training needs one tensor (1, classes); give "
             "a model that returns the scores alone"
         )
+    return output.shape[1]
 
 
-def _load_checkpoint(model: nn.Module, settings: Settings, wanted: int) -> None:
+def _load_checkpoint(
+    model: nn.Module, settings: Settings, wanted: int, size: tuple[int, int, int]
+) -> None:
     path, known = Path(settings.checkpoint or ""), recorded_facts(settings.model)
     try:
         load_weights(model, path, known)
     except CheckpointError as error:
         reset: Any = getattr(model, "reset_classifier", None)
-        if reset is None or _number_of_outputs(model) == wanted:
+        if reset is None or _number_of_outputs(model, size) == wanted:
             raise
         reset(wanted)
         try:
@@ -146,15 +160,10 @@ def _load_checkpoint(model: nn.Module, settings: Settings, wanted: int) -> None:
             raise error from None  # what was said of the head that the model came with
 
 
-def _number_of_outputs(model: nn.Module) -> int:
-    """Return what the model says, or the outputs of its last linear or convolution layer."""
-    said = getattr(model, "num_classes", None)
-    if said is not None:
-        return int(said)
-    last = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    if not last:
-        raise BnconvertError("model: has neither num_classes nor a linear layer to count outputs")
-    return last[-1].out_features if isinstance(last[-1], nn.Linear) else last[-1].out_channels
+def _number_of_outputs(model: nn.Module, size: tuple[int, int, int]) -> int:
+    """Return how many scores the model gives, which need not be what it says of itself."""
+    without_head = getattr(model, "num_classes", None) == 0
+    return 0 if without_head else check_forward(model, size)
 
 
 def prepare_norms(model: nn.Module, settings: Settings) -> Report:

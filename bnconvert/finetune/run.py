@@ -56,7 +56,7 @@ def run(settings: Settings, processes: Processes, console: Console) -> dict[str,
     processes.wait()
     model = build_model(settings)
     data = open_data(settings, model, processes)
-    head = fit_head(model, settings, len(data.classes))
+    head = fit_head(model, settings, len(data.classes), data.size)
     _record_size(model, settings)
     report = prepare_norms(model, settings)
     _announce(console, settings, processes, data, head, report)
