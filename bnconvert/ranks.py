@@ -101,17 +101,21 @@ def _facts(model: nn.Module) -> _Facts:
 def _refuse_unreduced(model: nn.Module) -> None:
     """Raise if DistributedDataParallel was made before parameters were unfrozen."""
     for wrapper in model.modules():
-        if not isinstance(wrapper, DistributedDataParallel):
+        if not isinstance(wrapper, DistributedDataParallel) or not hasattr(wrapper, "reducer"):
             continue
-        named = wrapper.module.named_parameters()
-        trained = [n for n, p in named if p.requires_grad and n not in wrapper.parameters_to_ignore]
-        facts: dict[str, Any] = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        reduced = facts.get("num_parameter_tensors", len(trained))
-        if len(trained) > reduced:
+        buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+        reduced = {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
+        trained = [
+            (name, parameter)
+            for name, parameter in wrapper.module.named_parameters()
+            if parameter.requires_grad and name not in wrapper.parameters_to_ignore
+        ]
+        missing = [name for name, parameter in trained if id(parameter) not in reduced]
+        if missing:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise BnconvertError(
-                f"{len(trained) - reduced} of {len(trained)} parameters were frozen when "
-                "DistributedDataParallel was made, which averages no gradient of theirs; wrap the "
-                "model after unfreezing"
+                f"{missing[0]}{others}: DistributedDataParallel averages no gradient here, as it "
+                "was made while this was frozen or not yet in the model; wrap the model again"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bnconvert import (
@@ -83,12 +83,16 @@ def test_the_first_difference_is_named_on_every_rank(how: str, text: str) -> Non
     assert bool(said[0]) == bool(text)
 
 
-def unfrozen_after_wrapping(rank: int, wrapped_again: bool) -> str:
+def changed_after_wrapping(rank: int, how: str) -> str:
     model = freeze_batchnorm(build(), include="0")
     wrapped = DistributedDataParallel(convert_sync_batchnorm(model))
     verify_ranks(wrapped)
-    unfreeze_batchnorm(model)
-    if wrapped_again:
+    if how == "replaced":
+        model[0].register_parameter("bias", nn.Parameter(Tensor([0.0, 0.0, 0.0])))
+        model[1][0].requires_grad_(False)  # as many as before are trained
+    else:
+        unfreeze_batchnorm(model)
+    if how == "wrapped again":
         wrapped = DistributedDataParallel(model)
     try:
         verify_ranks(wrapped)
@@ -98,11 +102,15 @@ def unfrozen_after_wrapping(rank: int, wrapped_again: bool) -> str:
 
 
 @pytest.mark.distributed
-def test_parameters_that_were_unfrozen_after_wrapping_are_found() -> None:
-    said = run_ranks(unfrozen_after_wrapping, 2, False)
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [("unfrozen", "0.weight and 1 more:"), ("replaced", "0.bias:"), ("wrapped again", "")],
+)
+def test_parameters_that_a_wrapper_does_not_average_are_found(how: str, named: str) -> None:
+    said = run_ranks(changed_after_wrapping, 2, how)
     assert said[0] == said[1]
-    assert "rank 0: 2 of 6 parameters were frozen when DistributedDataParallel was made" in said[0]
-    assert run_ranks(unfrozen_after_wrapping, 2, True) == ["", ""]
+    assert said[0].startswith(f"verify_ranks: rank 0: {named} Distributed" if named else "")
+    assert bool(said[0]) == bool(named)
 
 
 def subgroup(rank: int) -> str:
