@@ -35,7 +35,10 @@ _RESIZES = frozenset({"Resize", "Upsample"})
 _WINDOWS = _POOLS | _RESIZES | {"Pad"}
 _IN_PLACE = frozenset({"Identity", "Dropout", "Cast"}) | _WINDOWS
 
-MOVERS = _IN_PLACE | {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "ReduceMean"}
+_BLOCKS = frozenset({"DepthToSpace", "SpaceToDepth"})
+_SHAPERS = frozenset({"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "ReduceMean"})
+
+MOVERS = _IN_PLACE | _SHAPERS | _BLOCKS
 """Operators that channels can be followed through, from their first input to their output."""
 
 
@@ -70,7 +73,15 @@ def follow(node: ir.Node, numbers: Tensor, shapes: Shapes, *, backward: bool) ->
     if node.op_type == "ReduceMean":
         return _averaged(node, numbers, len(given), backward)
     before, after = (result, given) if backward else (given, result)
-    return shrink(numbers.expand(before).reshape(after))
+    numbers = numbers.expand(before)
+    if node.op_type in _BLOCKS:
+        split, perm = _block_moves(node, given)
+        if backward:
+            numbers = numbers.reshape([split[axis] for axis in perm])
+            numbers = numbers.permute([perm.index(axis) for axis in range(len(perm))])
+        else:
+            numbers = numbers.reshape(split).permute(perm)
+    return shrink(numbers.reshape(after))
 
 
 def check_passage(node: ir.Node, affine: Affine) -> None:
@@ -195,6 +206,19 @@ def _transposed(node: ir.Node, numbers: Tensor, backward: bool) -> Tensor:
     given = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
     perm = list(given) if given is not None else list(reversed(range(numbers.ndim)))
     return numbers.permute([perm.index(axis) for axis in range(len(perm))] if backward else perm)
+
+
+def _block_moves(node: ir.Node, given: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return how a node between channels and blocks of pixels splits its axes and orders them."""
+    batch, channels, height, width = given
+    size = node.attributes["blocksize"].as_int()
+    if node.op_type == "SpaceToDepth":
+        split = [batch, channels, height // size, size, width // size, size]
+        return split, [0, 3, 5, 1, 2, 4]
+    left = channels // size**2
+    if _text(node, "mode", "DCR") == "DCR":
+        return [batch, size, size, left, height, width], [0, 3, 4, 1, 5, 2]
+    return [batch, left, size, size, height, width], [0, 1, 4, 2, 5, 3]
 
 
 def _averaged(node: ir.Node, numbers: Tensor, rank: int, backward: bool) -> Tensor:
