@@ -67,6 +67,24 @@ def derive(mixin: type, origin: type[nn.Module]) -> type[nn.Module]:
     return known[origin]
 
 
+class OriginSignature:
+    """As the `__signature__` of a mixin: that of the origin, with the mixin's own arguments.
+
+    `help` and editors show it, and `torch.nn.utils.skip_init` looks for "device" in it.
+    """
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if owner not in _ORIGINS:
+            raise AttributeError("__signature__")  # a subclass is read from its `__init__`
+        _, origin = _ORIGINS[owner]
+        given = inspect.signature(origin)
+        parameters = dict(given.parameters)
+        for parameter in inspect.signature(owner.__init__).parameters.values():  # type: ignore[misc]
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                parameters.setdefault(parameter.name, parameter)
+        return given.replace(parameters=sorted(parameters.values(), key=lambda p: p.kind))
+
+
 def origin_of(cls: type) -> tuple[type, type[nn.Module]] | None:
     """Return the mixin and the layer class that a class was derived from, if it was derived."""
     return _ORIGINS.get(cls)

@@ -103,6 +103,8 @@ def _made_of(name: str) -> str:
 class FrozenMixin(nn.Module):
     """Put in front of a BatchNorm class, makes it normalize with its stored statistics only."""
 
+    __signature__ = classes.OriginSignature()
+
     _bnconvert_prefix = "Frozen"
     _bnconvert_public = ()
 

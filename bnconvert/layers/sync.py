@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class SyncMixin(nn.Module):
     """Put in front of a BatchNorm class, makes its training statistics those of all ranks."""
 
+    __signature__ = classes.OriginSignature()
+
     _bnconvert_prefix = "Sync"
     _bnconvert_public = ("process_group",)
 
